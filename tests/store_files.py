@@ -9,6 +9,11 @@ from typing import Any
 
 from safetensors import safe_open
 
+from kvx_core import Snapshot
+from kvx_core.stores.chunk_file import open_chunk
+from kvx_core.stores.kind import Kind
+from kvx_core.stores.secrets import Secrets
+
 
 def entry_files(root: Path) -> list[Path]:
     """The files of entries, sorted by name."""
@@ -38,6 +43,14 @@ def precision_of(path: Path) -> str:
     """The precision of the first layers of an entry's file."""
     found: str = kind_of(path)["groups"][0]["precision"]
     return found
+
+
+def snapshot_of(path: Path) -> Snapshot:
+    """What a plain entry's file holds."""
+    id = path.name.split(".")[1]
+    kind = Kind.parse((path.parent.parent / "kinds" / f"{id}.json").read_bytes(), id)
+    with path.open("rb", buffering=0) as file:
+        return open_chunk(file, kind, Secrets(), name=path.name).read(kind.layers)
 
 
 def record_of(path: Path) -> bytes:

@@ -89,7 +89,7 @@ def test_docstrings_are_lists_of_parameters(sources: griffe.Module) -> None:
         "migrate: sequences from one engine's cache"
     )
     made = sources["stores.inventory.Inventory.__init__"].docstring.value
-    assert made.strip().startswith("- **`key`**: that files are signed with")
+    assert made.strip().startswith("- **`secrets`**: that files are signed and encrypted with")
     parameters = [parameter.name for parameter in sources["migrate.migrate"].parameters]
     assert parameters[:3] + parameters[-1:] == ["src", "dst", "seq_lens", "transfer"]
     text = sources["set_num_threads"].docstring.value

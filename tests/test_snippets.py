@@ -48,8 +48,8 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "docs/formats.md": {"python": (3, ("tests/test_formats_doc.py",))},
     "docs/install.md": {"": (1, (COMMANDS,))},
     "docs/key_rotation.md": {
-        "": (2, (COMMANDS,)),
-        "bash": (1, ("tests/test_how_to.py",)),
+        "": (1, (COMMANDS,)),
+        "bash": (2, ("tests/test_how_to.py",)),
         "python": (1, ("tests/test_how_to.py",)),
     },
     "docs/layouts.md": {"": (1, (DRAWING,))},
@@ -60,7 +60,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     },
     "docs/llama_cpp.md": {"python": (3, ("tests/adapters/test_llama_cpp_docs.py",))},
     "docs/merge_prefixes.md": {
-        "": (1, (COMMANDS,)),
+        "": (2, (COMMANDS,)),
         "python": (3, ("tests/test_how_to.py",)),
     },
     "docs/mlx.md": {"python": (1, ("tests/adapters/test_mlx.py",))},
@@ -68,9 +68,9 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     "docs/openvino.md": {"python": (1, ("tests/adapters/test_openvino.py",))},
     "docs/operations.md": {
         "": (1, ("tests/test_snippets.py",)),
-        "python": (1, ("tests/test_store_command.py",)),
-        "yaml": (3, ("tests/test_store_command.py",)),
-        "bash": (2, ("tests/test_store_command.py",)),
+        "python": (1, ("tests/test_store_settings.py",)),
+        "yaml": (3, ("tests/test_store_settings.py",)),
+        "bash": (3, ("tests/test_store_settings.py",)),
     },
     "docs/own_engine.md": {"text": (1, ("tests/test_how_to.py",))},
     "docs/plans.md": {
@@ -85,7 +85,8 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         ),
     },
     "docs/snapshots.md": {"python": (2, ("tests/test_snapshots_doc.py",))},
-    "docs/stores.md": {"python": (9, ("tests/test_stores_doc.py",))},
+    "docs/store_format.md": {"": (2, ("tests/core/store_reader.py",))},
+    "docs/stores.md": {"python": (10, ("tests/test_stores_doc.py",))},
     "docs/tensorrt_llm.md": {
         "": (1, (COMMANDS,)),
         "sh": (3, (COMMANDS,)),  # they need a GPU and NVIDIA's container

@@ -113,6 +113,16 @@ def small_chunks(path: Path) -> None:
     store(path, chunk_tokens=None)
 
 
+def another_key(path: Path) -> None:
+    store(path)
+    store(path, key=b"k" * 32)
+
+
+def the_same_key(path: Path) -> None:
+    store(path, key=b"k" * 32)
+    store(path, key=[b"n" * 32, b"k" * 32])
+
+
 def a_file(path: Path) -> None:
     (path / "file").touch()
     Directory(path / "file")
@@ -163,6 +173,7 @@ CASES: list[Callable[[Path], object]] = [
     lambda path: None,  # a sentence of the command, below
     lambda path: Inventory(Directory(path)),
     small_chunks,
+    another_key,
     lambda path: key_file(path, 32, 0o644),
     lambda path: key_file(path, 16, 0o600),
     of_a_later_version,
@@ -292,6 +303,7 @@ WAYS_OUT: list[Callable[[Path], object]] = [
     listed,
     listed,
     given_chunks,
+    the_same_key,
     lambda path: key_file(path, 32, 0o600),
     lambda path: key_file(path, 4096, 0o600),
     lambda path: Snapshot.open(saved(path)),  # of the version that is here

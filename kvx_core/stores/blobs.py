@@ -26,7 +26,7 @@ from kvx_core.stores.beneath import (
     remove_beneath,
 )
 from kvx_core.stores.blob_store import MAX_WORDS, BlobStore, Put, Write, check_name, is_word
-from kvx_core.stores.eviction import File, evictable, lone_records
+from kvx_core.stores.eviction import File, evictable, is_entry, lone_records
 from kvx_core.stores.new_files import NewFiles, Written
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
@@ -334,7 +334,7 @@ class Directory(BlobStore):
             if freed >= num_bytes:
                 break
             with suppress(StoreError):
-                if self._delete(name):  # else another process was first
+                if self._delete(name) and is_entry(name):  # else another process was first
                     self.usage.evicted(size)
                 freed += size
         return freed

@@ -11,6 +11,11 @@ _NO_ENTRIES = (*_RECORDS, ".mark")
 _LONE_SECONDS = 24 * 3600  # a writer may be about to use records that no entry needs yet
 
 
+def is_entry(name: str) -> bool:
+    """Whether a file holds keys and values, or is one that no store of prefixes has made."""
+    return not name.endswith(_NO_ENTRIES)
+
+
 def evictable(files: Sequence[File]) -> list[File]:
     """Those that may be deleted, in their order: not the records of spaces."""
     return [file for file in files if not file[2].endswith(_RECORDS)]
@@ -21,7 +26,7 @@ def lone_records(files: Sequence[File], now: float) -> list[File]:
 
     now: by the clock of the times of last use
     """
-    in_use = {_space(name) for _, _, name in files if not name.endswith(_NO_ENTRIES)}
+    in_use = {_space(name) for _, _, name in files if is_entry(name)}
     return [
         (used, num_bytes, name)
         for used, num_bytes, name in files

@@ -296,7 +296,7 @@ class Inventory:
             yield chunk
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """The bytes of a file. Raises StoreError; CorruptError if there are more than most_bytes."""
+        """The bytes of a file. Raises StoreError; CorruptError if there are more."""
         with self.opened(name) as file:
             try:
                 raw = file.read(most_bytes + 1)

@@ -316,7 +316,7 @@ def _tensor(name: str, stored: Stored, kinds: Mapping[str, PlaneKind]) -> _Tenso
     is_scale = name.endswith("scale")
     plane = kinds.get(name.removesuffix(".scale"))
     if plane is not None:
-        per = 0 if is_scale else plane.tokens_per_entry
+        per = 0 if name.endswith(".scale") else plane.tokens_per_entry
     else:
         per = 0 if is_scale and len(stored.shape) < 2 else 1
     shape = (1, *stored.shape[1:]) if per else stored.shape

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 PERIOD_SECONDS = 4e-4  # between two pauses
 REST_SECONDS = 5e-5  # of a pause
-_AT_ONCE = 1 << 10  # names: freeing them takes less than a tenth of a millisecond
 
 
 class Pace:
@@ -44,16 +42,3 @@ class Pace:
 def pause(seconds: float = REST_SECONDS) -> None:
     """Lets another thread take the GIL."""
     time.sleep(seconds)  # sleep(0) would take the GIL back before anybody else wakes up
-
-
-def drain(names: list[str]) -> Iterator[list[str]]:
-    """Takes all names out of a list, a slice at a time, and lets other threads run in between.
-
-    Freeing 65,536 names at once takes 1.5 ms.
-    """
-    pace = Pace()
-    while names:
-        part = names[-_AT_ONCE:]
-        del names[-_AT_ONCE:]
-        yield part
-        pace.breathe()

@@ -111,15 +111,14 @@ class PrefixStore:
         num_layers = integer("num_layers", num_layers, 1)
         kv_heads = arguments.of_layers("total_kv_heads", total_kv_heads, num_layers)
         requested = integer("chunk_tokens", requested, 1)
-        instance("fingerprint", fingerprint, str, "a string")
-        instance("salt", salt, str, "a string")
+        for name, value in {"fingerprint": fingerprint, "salt": salt}.items():
+            instance(name, value, str, "a string")
         demand = arguments.precisions(precision, num_layers)
         self._blobs = blobs
         self._secrets = Secrets.of(key, encryption_key)
         self.format = StorageFormat.of(format)
         is_lossy = any(map(self.format.is_lossy_for, demand))
         self._own = tuple(each.meet(self.format.precision) for each in demand)
-        self._accept = accept
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
         self._record = SpaceRecord(
@@ -129,9 +128,8 @@ class PrefixStore:
             lossy=self.format.name if is_lossy else "",
             salt=salt_digest(salt),
         )
-        self._sections = ModelSections(
-            fingerprint, kv_heads, self._planes, self.format, self.is_lossy
-        )
+        of_model = fingerprint, kv_heads, self._planes, self.format
+        self._sections = ModelSections(*of_model, self.is_lossy)
         self._spaces = Spaces(blobs, self._secrets, self._own, accept)
         marks = Marks(blobs, self._secrets, index := Index(), self._spaces.ids)
         self._entries = Entries(blobs, self._secrets, marks, index)
@@ -161,8 +159,8 @@ class PrefixStore:
 
         epoch: names the weights where they are not those of the model's files
         """
-        instance("fingerprint", fingerprint, str, "a string")
-        instance("epoch", epoch, str, "a string")
+        for name, value in {"fingerprint": fingerprint, "epoch": epoch}.items():
+            instance(name, value, str, "a string")
         record = replace(self._record, fingerprint=fingerprint, epoch=epoch, salt="")
         other = self._of_record(record)
         other._sections = replace(self._sections, fingerprint=fingerprint)
@@ -197,7 +195,7 @@ class PrefixStore:
     @property
     def accept(self) -> Accept:
         """Which entries are found: see the class."""
-        return self._accept
+        return self._kinds.accept
 
     @property
     def carried(self) -> Precision:

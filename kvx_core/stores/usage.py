@@ -13,7 +13,7 @@ from typing import NamedTuple
 class Used(NamedTuple):
     """files, num_bytes: in the directory when it was last counted, with what this process wrote
                       and deleted since; None: it was not counted yet
-    evicted_files, evicted_bytes: that this process has deleted to make room
+    evicted_files, evicted_bytes: of entries that this process has deleted to make room
     """
 
     files: int | None = None
@@ -50,7 +50,7 @@ class Usage:
                 )
 
     def evicted(self, num_bytes: int) -> None:
-        """A file was deleted to make room; `changed` is called as well."""
+        """An entry was deleted to make room; `changed` is called as well."""
         with self._own_lock():
             used = self._used
             self._used = used._replace(

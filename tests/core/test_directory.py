@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError, files
-from kvx_core.stores import beneath, new_files, pace
+from kvx_core.stores import beneath, new_files
 from kvx_core.stores import blobs as blobs_module
-from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.usage import Used
 
 ENOSPC, EDQUOT = errno.ENOSPC, errno.EDQUOT
@@ -806,43 +804,3 @@ def test_a_tree_that_vanishes_while_it_is_trimmed(tmp_path: Path) -> None:
     stop.set()
     thread.join()
     assert not failures, failures[0]
-
-
-def test_other_threads_run_while_a_large_folder_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pause every `PERIOD_SECONDS`, in the listing and where the names are freed."""
-    (tmp_path / "folder").mkdir()
-    for i in range(5000):
-        (tmp_path / f"folder/{i:05}").touch()
-    pauses: list[float] = []
-    now, step = 0.0, 1e-5  # seconds: of the clock, and for a name
-
-    def clock() -> float:
-        nonlocal now
-        now += step
-        return now
-
-    own_time = SimpleNamespace(sleep=pauses.append, perf_counter=clock)
-    monkeypatch.setattr(pace, "time", own_time)
-    names = Directory(tmp_path).names("folder")
-    assert len(names) == len(set(names)) == 5000
-    expected = 5000 * step / pace.PERIOD_SECONDS
-    assert 0.9 * expected < len(pauses) < 1.1 * expected
-    pauses.clear()
-    step = 1e-3  # for a thousand
-    assert sorted(name for part in pace.drain(names) for name in part) == sorted(
-        f"{i:05}" for i in range(5000)
-    )
-    assert names == []
-    assert len(pauses) == 5
-
-
-def test_an_index_does_not_answer_for_a_large_folder() -> None:
-    index = Index()
-    index.listed("small", [str(i) for i in range(4095)])
-    index.listed("large", [str(i) for i in range(4096)])
-    assert not index.is_there("small/x")
-    with pytest.raises(Unknown):
-        index.is_there("large/x")
-    assert not index.is_worth_listing("large")

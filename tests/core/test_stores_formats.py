@@ -33,6 +33,7 @@ from tests.caches import assert_same_bytes
 from tests.core.sections import FACTS
 from tests.core.test_snapshot_planes import section
 from tests.core.test_stores import Engine, Tokens, files_of, rows_of, save, store_in
+from tests.store_files import snapshot_of
 
 GGUF = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 DIM = 64  # two units
@@ -80,10 +81,9 @@ def test_what_is_loaded_is_what_the_format_decodes(format: str, seed: int, tmp_p
     assert_same_bytes(
         there.cache, expected(engine(seed, block_size=8), PROMPT, 5, 35, format).cache
     )
-    (file,) = [file for file in files_of(tmp_path) if "8-" in file.name][:1]
-    with Snapshot.open(file) as snapshot:
-        assert {part.facts.lossy for part in snapshot.header.parts} == {format}
-        assert snapshot.header.precision.name == f"bf16+{format}"
+    snapshot = snapshot_of(files_of(tmp_path)[0])
+    assert {part.facts.lossy for part in snapshot.header.parts} == {format}
+    assert snapshot.header.precision.name == f"bf16+{format}"
 
 
 @pytest.mark.parametrize("accept", ["same", "lossy"])
@@ -306,9 +306,8 @@ def test_stored_units_are_those_of_gguf(tmp_path: Path) -> None:
     saved(tmp_path, "q8_0", chunk_tokens=64)
     (file,) = files_of(tmp_path)
     rows = rows_of(PROMPT, DIM).to(torch.bfloat16).float().numpy()
-    with Snapshot.open(file) as opened:
-        read = opened.read(range(3))
-        for layer in range(3):
-            for kv, kind in enumerate("kv"):
-                units = quantize(np.ascontiguousarray(rows[:, layer, kv]), GGUF["q8_0"])
-                np.testing.assert_array_equal(read.array(f"layers.{layer}.{kind}"), units)
+    read = snapshot_of(file)
+    for layer in range(3):
+        for kv, kind in enumerate("kv"):
+            units = quantize(np.ascontiguousarray(rows[:, layer, kv]), GGUF["q8_0"])
+            np.testing.assert_array_equal(read.array(f"layers.{layer}.{kind}"), units)

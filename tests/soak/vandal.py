@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests import faults
-from tests.hostile import hostile_files
+from tests.hostile_entries import hostile_entries
 
 CONFIG = "kvx-store.json"
 # Of the file system, while the file of that name exists: what the store's calls meet.
@@ -173,7 +173,7 @@ class Vandal:
         if good[8:9] != b"{":
             raise OSError
         with suppress(Exception):  # made from what has been damaged already
-            self._hostile = hostile_files(good)
+            self._hostile = hostile_entries(good)
             return next(self._hostile)[1]
         self._hostile = iter(())
         raise OSError

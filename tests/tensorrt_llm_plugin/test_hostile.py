@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.tensorrt_llm_executor import Executor
-from tests.hostile import hostile_files
+from tests.hostile_entries import hostile_entries
 from tests.tensorrt_llm_plugin.conftest import Factory
 from tests.vllm_plugin.models import prompt
 
@@ -44,7 +44,7 @@ def filled(serve: Factory) -> tuple[Path, bytes]:
 @pytest.mark.slow
 def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     path, good = filled
-    for name, data in hostile_files(good, mutations=20):
+    for name, data in hostile_entries(good, mutations=20):
         if name.startswith("forged"):  # right in every way but its values: a key tells
             continue
         path.write_bytes(data)
@@ -59,7 +59,7 @@ def test_beside_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     path, good = filled
     number, _, rest = path.name.partition("-")
     beside = path.with_name(f"{number}-{'0' * 64}.{rest.partition('.')[2]}")
-    for name, data in hostile_files(good, mutations=5):
+    for name, data in hostile_entries(good, mutations=5):
         beside.write_bytes(data)
         assert ask(serve) == LOADABLE, name
         beside.unlink(missing_ok=True)

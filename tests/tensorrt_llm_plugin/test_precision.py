@@ -1,4 +1,4 @@
-"""accept, format and key_files: which entries an engine loads, and how precise what it stores is."""
+"""accept, format and key_files: which entries an engine loads, how precise what it stores is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvx_core import InvalidArgumentError
+from tests.store_files import entry_files, precision_of
 from tests.tensorrt_llm_plugin.conftest import SIZES, Factory
 from tests.vllm_plugin.models import prompt
 
@@ -16,7 +17,7 @@ BF16 = {"args": {"dtype": "bfloat16"}, "sizes": replace(SIZES, dtype=torch.bfloa
 
 
 def precisions(store: Path) -> set[str]:
-    return {path.name.split(".")[-2] for path in store.rglob("*.safetensors")}
+    return {precision_of(path) for path in entry_files(store)}
 
 
 def test_a_coarser_pool_is_loaded_where_it_is_asked_for_and_stays_coarse(serve: Factory) -> None:
@@ -24,20 +25,21 @@ def test_a_coarser_pool_is_loaded_where_it_is_asked_for_and_stays_coarse(serve: 
     first = serve(**BF16)
     first.ask(tokens)
     first.close()
-    assert precisions(serve.store) == {"pbf16"}
+    assert precisions(serve.store) == {"bf16"}
     strict = serve(8)
     assert strict.ask(tokens).computed == 150
     strict.close()
-    assert precisions(serve.store) == {"pbf16", "pf32"}
-    for path in serve.store.rglob("*.pf32.safetensors"):
-        path.unlink()
+    assert precisions(serve.store) == {"bf16", "f32"}
+    for path in entry_files(serve.store):
+        if precision_of(path) == "f32":
+            path.unlink()
     serve.set(accept="lossy")
     lossy = serve(8)
     assert lossy.ask(tokens).computed == 150 - 144
     # The rank that saves is told what the scheduler has loaded.
     assert lossy.ask(prompt(100, 2)).computed == 100
     lossy.close()
-    assert precisions(serve.store) == {"pbf16"}
+    assert precisions(serve.store) == {"bf16"}
 
 
 def test_a_finer_pool_serves_a_coarser_one(serve: Factory) -> None:
@@ -75,7 +77,7 @@ def test_a_lossy_format_is_a_store_of_its_own(serve: Factory) -> None:
     first = serve()
     first.ask(tokens)
     first.close()
-    assert precisions(serve.store) == {"pf16"}
+    assert precisions(serve.store) == {"f16"}
     for format in (None, "f8_e4m3"):
         serve.set(format=format, accept="lossy")
         assert serve(8).ask(tokens).computed == 150
@@ -87,7 +89,7 @@ def test_an_exact_format_shares_with_all(serve: Factory) -> None:
     first = serve(**BF16)
     first.ask(tokens)
     first.close()
-    assert precisions(serve.store) == {"pbf16"}
+    assert precisions(serve.store) == {"bf16"}
     serve.set()
     assert serve(8, **BF16).ask(tokens).computed == 150 - 144
 
