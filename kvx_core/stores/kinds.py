@@ -43,9 +43,12 @@ class Kinds:
         demand: Sequence[Precision],
         accept: Accept,
         clock: Callable[[], float] = time.monotonic,
+        reader: object = None,
     ) -> None:
-        """demand: the precision of each layer of the reader's cache"""
-        self.record = record
+        """demand: the precision of each layer of the reader's cache
+        reader: the same for all spaces of one; what is found of its caches is kept with it
+        """
+        self.record, self.reader = record, reader or object()
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
         self._clock = clock
@@ -264,13 +267,14 @@ class Spaces:
     def __init__(
         self, blobs: BlobStore, secrets: Secrets, demand: Sequence[Precision], accept: Accept
     ) -> None:
-        self._arguments = blobs, secrets, demand, accept
+        self._arguments, self._reader = (blobs, secrets, demand, accept), object()
         self._known = WeakValueDictionary[str, Kinds]()
 
     def kinds(self, record: SpaceRecord) -> Kinds:
         """The kinds of a space, for all who ask."""
         blobs, secrets, demand, accept = self._arguments
-        return self._known.setdefault(record.name, Kinds(blobs, secrets, record, demand, accept))
+        new = Kinds(blobs, secrets, record, demand, accept, reader=self._reader)
+        return self._known.setdefault(record.name, new)
 
     def ids(self, space: str) -> Iterable[str]:
         """What files of a space may be of."""

@@ -141,7 +141,7 @@ class Loads:
 
         Found once for the files of a kind, whose parts are one object.
         """
-        own = self.kinds, self.format.precision
+        own = self.kinds.reader, self.format.precision
         key, parts = ("fitting", own, section.layers, section.encoding), snapshot.header.parts
         fitting: dict[int, tuple[Part, ...]] = section.view.memo.setdefault(key, {})
         if fitting.get(id(parts)) is parts:
