@@ -71,7 +71,7 @@ def test_the_same_files_every_time(kind: str, request: pytest.FixtureRequest) ->
     data = request.getfixturevalue(kind).read_bytes()
     files = hostile_files if kind == "good" else hostile_chunks
     digests = {name: hashlib.sha256(file).digest() for name, file in files(data)}
-    assert len(digests) > 500
+    assert len(digests) > 400
     assert hashlib.sha256(data).digest() not in digests.values()
     for name, file in files(data):
         assert hashlib.sha256(file).digest() == digests.pop(name), name
@@ -169,13 +169,14 @@ def test_a_hostile_file_makes_room_for_a_good_one(entry: Path, tmp_path: Path) -
     for name, data in hostile_chunks(entry.read_bytes(), mutations=0):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        # Another start is refused by the load, and not bad; none that is this large.
-        is_good = name.startswith("forged") or (name.startswith("start") and len(name) < 25)
+        word, _, number = name.partition(" ")
+        # Another start is refused by the load, and not bad, if a prompt can have it.
+        is_good = word == "forged" or (word == "start" and int(number.split()[0], 16) <= 1 << 62)
         reader = store_in(tmp_path)
         if match := reader.lookup(tokens):
             with suppress(StoreError):
                 reader.load(match, 0, match.num_tokens, engine.sections())
-        assert path.exists() is (is_good and "unsealed" not in name), name
+        assert path.exists() is is_good, name
     path.unlink(missing_ok=True)
     save(store, tokens)
     assert store_in(tmp_path).lookup(tokens).num_tokens == NUM_TOKENS

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.fakes.vllm import needs_cpu_op
 from tests.store_files import change_facts, tokens_of
 from tests.vllm_plugin.conftest import Stock
