@@ -203,7 +203,7 @@ def test_a_layer_that_takes_all_memory(path: Path) -> None:
     sizes = tuple(piece.num_bytes for piece in layout.pieces)
     checks = tuple(zeros[size] for size in sizes)
     parent = bytes.fromhex(space.name)
-    record = Record(parent, kind.digest, 0, ids, sizes, checks)
+    record = Record(parent, kind.digest, 0, ids.tobytes(), sizes, checks)
     head = layout.head.text(
         sealing.sealed_record(text.packed(sealing.clear, record)), layout.num_bytes
     )
