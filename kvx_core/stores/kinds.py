@@ -222,7 +222,9 @@ class Kinds:
         def write(file: BinaryIO) -> None:
             file.write(raw)
 
-        if self._read(name, len(raw)) != raw:
+        if not self._blobs.is_there(name):
+            self._blobs.put(name, write)
+        elif self._read(name, len(raw)) != raw:
             self._blobs.replace(name, write)
 
     def _mac(self, name: str) -> bytes | None:
