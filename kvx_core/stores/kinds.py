@@ -193,7 +193,7 @@ class Kinds:
     # ---- for writers ----
 
     def ensure(self, kind: Kind) -> None:
-        """Writes the records of a kind and of the space if they are not there.
+        """Writes the records of a kind and of the space if they are not there, or are damaged.
 
         Raises StoreError.
         """
@@ -224,9 +224,16 @@ class Kinds:
 
         if not self._blobs.is_there(name):
             self._blobs.put(name, write)
+        elif self._read(name, len(raw)) != raw:
+            self._blobs.replace(name, write)
 
     def _mac(self, name: str) -> bytes | None:
-        return self._blobs.read(name, 64)
+        return self._read(name, 64)
+
+    def _read(self, name: str, most_bytes: int) -> bytes | None:
+        with suppress(StoreError):  # it is longer than it should be, or cannot be read now
+            return self._blobs.read(name, most_bytes)
+        return None
 
     # ---- which are taken, in which order ----
 
