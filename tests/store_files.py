@@ -47,6 +47,13 @@ def precision_of(path: Path) -> str:
     return found
 
 
+def snapshot_of(path: Path) -> Snapshot:
+    """What a plain entry's file holds."""
+    kind = _kind(path)
+    with path.open("rb", buffering=0) as file:
+        return open_chunk(file, kind, Secrets(), name=path.name).read(kind.layers)
+
+
 def record_of(path: Path) -> bytes:
     """The record of a plain entry's file: see docs/store_format.md."""
     with safe_open(path, "np") as file:
@@ -60,25 +67,18 @@ def tokens_of(path: Path) -> list[int]:
     return list(struct.unpack_from(f"<{count}q", record, 140))
 
 
-def snapshot_of(path: Path) -> tuple[Snapshot, Kind]:
-    """What a plain entry's file holds."""
-    kind = _kind(path)
-    with path.open("rb", buffering=0) as file:
-        return open_chunk(file, kind, Secrets(), name=path.name).read(kind.layers), kind
-
-
 def rewrite(path: Path, change: Callable[[Snapshot], object]) -> None:
     """Changes the values of a plain entry's file, checks and all."""
-    snapshot, kind = snapshot_of(path)
+    snapshot = snapshot_of(path)
     change(snapshot)
-    _write(path, snapshot, kind)
+    _write(path, snapshot, _kind(path))
 
 
 def change_facts(path: Path, **facts: Any) -> Path:
     """Rewrites a plain entry's file as of a cache of which this is true: one of another kind, whose
     record is written too. Returns the new file, which is there instead.
     """
-    snapshot, old = snapshot_of(path)
+    snapshot, old = snapshot_of(path), _kind(path)
     parts = tuple(
         replace(part, facts=replace(part.facts, **facts)) for part in snapshot.header.parts
     )

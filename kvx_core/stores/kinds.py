@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.snapshot import Accept, Precision, StoreError
+from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import kind_name, kinds_folder, space_record
@@ -222,18 +222,21 @@ class Kinds:
         def write(file: BinaryIO) -> None:
             file.write(raw)
 
-        if not self._blobs.is_there(name):
+        found = self._read(name, len(raw))
+        if found is None:
             self._blobs.put(name, write)
-        elif self._read(name, len(raw)) != raw:
+        elif found != raw:
             self._blobs.replace(name, write)
 
     def _mac(self, name: str) -> bytes | None:
         return self._read(name, 64)
 
     def _read(self, name: str, most_bytes: int) -> bytes | None:
-        with suppress(StoreError):  # it is longer than it should be, or cannot be read now
+        """A record; None: there is none. Raises StoreError."""
+        try:
             return self._blobs.read(name, most_bytes)
-        return None
+        except CorruptError:  # it is longer than it should be
+            return b""
 
     # ---- which are taken, in which order ----
 

@@ -81,7 +81,7 @@ def test_what_is_loaded_is_what_the_format_decodes(format: str, seed: int, tmp_p
     assert_same_bytes(
         there.cache, expected(engine(seed, block_size=8), PROMPT, 5, 35, format).cache
     )
-    snapshot, _ = snapshot_of(files_of(tmp_path)[0])
+    snapshot = snapshot_of(files_of(tmp_path)[0])
     assert {part.facts.lossy for part in snapshot.header.parts} == {format}
     assert snapshot.header.precision.name == f"bf16+{format}"
 
@@ -306,7 +306,7 @@ def test_stored_units_are_those_of_gguf(tmp_path: Path) -> None:
     saved(tmp_path, "q8_0", chunk_tokens=64)
     (file,) = files_of(tmp_path)
     rows = rows_of(PROMPT, DIM).to(torch.bfloat16).float().numpy()
-    read, _ = snapshot_of(file)
+    read = snapshot_of(file)
     for layer in range(3):
         for kv, kind in enumerate("kv"):
             units = quantize(np.ascontiguousarray(rows[:, layer, kv]), GGUF["q8_0"])

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests import faults
-from tests.hostile_chunks import hostile_chunks
+from tests.hostile_entries import hostile_entries
 
 CONFIG = "kvx-store.json"
 # Of the file system, while the file of that name exists: what the store's calls meet.
@@ -192,7 +192,7 @@ class Vandal:
         if good[8:9] != b"{":
             raise OSError
         with suppress(Exception):  # made from what has been damaged already
-            self._hostile = hostile_chunks(good)
+            self._hostile = hostile_entries(good)
             return next(self._hostile)[1]
         self._hostile = iter(())
         raise OSError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.tensorrt_llm_executor import Executor
-from tests.hostile_chunks import hostile_chunks
+from tests.hostile_entries import hostile_entries
 from tests.store_files import entry_files, tokens_of
 from tests.tensorrt_llm_plugin.conftest import Factory
 from tests.vllm_plugin.models import prompt
@@ -45,7 +45,7 @@ def filled(serve: Factory) -> tuple[Path, bytes]:
 @pytest.mark.slow
 def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     path, good = filled
-    for name, data in hostile_chunks(good, mutations=20):
+    for name, data in hostile_entries(good, mutations=20):
         if name.startswith("forged"):  # right in every way but its values: a key tells
             continue
         path.write_bytes(data)
@@ -65,7 +65,7 @@ def test_beside_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
     alike = {file for file in entry_files(serve.store) if tokens_of(file)[:20] == beginning}
     (beside,) = alike - {path}
     good, marks = beside.read_bytes(), {f: f.read_bytes() for f in serve.store.rglob("*.mark")}
-    for name, data in (*hostile_chunks(good, mutations=5), ("good", good)):
+    for name, data in (*hostile_entries(good, mutations=5), ("good", good)):
         path.unlink(missing_ok=True)
         beside.parent.mkdir(exist_ok=True)
         beside.write_bytes(data)

@@ -19,7 +19,7 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Scope
 from kvx_core.stores.blobs import Directory
 from tests.fakes.vllm import SENTINEL, needs_cpu_op
-from tests.hostile_chunks import hostile_chunks
+from tests.hostile_entries import hostile_entries
 from tests.store_files import entry_files, tokens_of
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
@@ -128,7 +128,7 @@ def test_in_place_of_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) 
     root, path, good, expected = store
     assert load(root, expected) == len(TOKENS)
     slow = []
-    for name, data in hostile_chunks(good):
+    for name, data in hostile_entries(good):
         path.write_bytes(data)
         begin = time.monotonic()
         loaded = load(root, expected, name)
@@ -159,7 +159,7 @@ def test_beside_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) -> No
     for with_good in (True, False):
         if not with_good:
             path.unlink()
-        for name, data in chain(hostile_chunks(good, mutations=100), [("good", good)]):
+        for name, data in chain(hostile_entries(good, mutations=100), [("good", good)]):
             beside.parent.mkdir(parents=True, exist_ok=True)
             beside.write_bytes(data)
             for file, raw in marks.items():  # those that lead nowhere are deleted
@@ -205,7 +205,7 @@ def test_an_engine_over_a_store_full_of_them(
     files = entry_files(tmp_path)
     assert len(files) >= 9
     good = files[0].read_bytes()
-    hostile = [(n, d) for n, d in hostile_chunks(good) if not n.startswith("forged")]
+    hostile = [(n, d) for n, d in hostile_entries(good) if not n.startswith("forged")]
     for number, (_, data) in enumerate(hostile):
         path = files[number % len(files)]
         if number >= len(files):
