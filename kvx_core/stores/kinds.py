@@ -22,7 +22,7 @@ from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 _MOST = 256  # kinds of a space
-_LISTED_SECONDS = 1.0  # for so long a listing counts where nobody has missed anything
+_REFUSED_SECONDS = 1.0  # for so long a kind that cannot be taken is not read again
 _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
@@ -70,10 +70,9 @@ class Kinds:
         """The first of these that together hold all layers and heads; none: these do not."""
         return self._cover
 
-    @property
-    def are_known(self) -> bool:
-        """Whether the folder of kinds was listed less than a second ago."""
-        return self._clock() - self._listed < _LISTED_SECONDS
+    def listed_within(self, seconds: float) -> bool:
+        """Whether the folder of kinds was listed so lately."""
+        return self._clock() - self._listed < seconds
 
     @property
     def all(self) -> tuple[Kind, ...]:
@@ -112,7 +111,7 @@ class Kinds:
             else:
                 if len(self._refused) >= _MOST:
                     self._refused.clear()
-                self._refused[id] = self._clock() + _LISTED_SECONDS
+                self._refused[id] = self._clock() + _REFUSED_SECONDS
         return self._kinds.get(id)
 
     def covered(self, kinds: Iterable[Kind]) -> tuple[bool, list[Kind]]:

@@ -57,6 +57,8 @@ from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
 from kvx_core.words import instance, int64, int64s, integer, items, takes
 
+_LISTED_SECONDS = 1.0  # that writers take a list of kinds for right
+
 
 class PrefixStore:
     """Keys and values of token prefixes of one model. Threads and processes may share a store.
@@ -318,7 +320,7 @@ class PrefixStore:
             has = self._entries.is_there(name)
             return has and not self._entries.has_other_keys(name, kind, len(ids))
 
-        if not from_memory and not self._kinds.are_known:
+        if not from_memory and not self._kinds.listed_within(_LISTED_SECONDS):
             self._kinds.refresh()
         return not self._kinds.hold(held, heads, self.carried, is_there)
 

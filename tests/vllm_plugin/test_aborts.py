@@ -73,7 +73,7 @@ def test_aborts_and_preemptions(
         assert NUM_REQUESTS // 2 < len(finished) < NUM_REQUESTS
         same_tokens([outputs[i] for i in finished], [expected[i] for i in finished])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".mark"}
 
     # Nothing that was stored on the way is wrong.
     config = connector(tmp_path, "kv_consumer")

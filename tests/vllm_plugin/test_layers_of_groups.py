@@ -20,7 +20,9 @@ SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.floa
 
 def group_of(*layers: int) -> vllm.LayerGroup:
     names = tuple(f"model.layers.{i}" for i in layers)
-    specs: Any = tuple(f"the spec of {i}" for i in layers)
+    specs: Any = tuple(
+        SimpleNamespace(layer=i, num_kv_heads=1 + (i == 6), kv_cache_dtype="auto") for i in layers
+    )
     return vllm.LayerGroup(names, layers, specs, None)
 
 
@@ -60,14 +62,16 @@ def test_the_window_of_a_group() -> None:
 
 
 def test_layers_of_a_group_have_windows_of_their_own() -> None:
-    from kvx_adapters.vllm_plugin.connector import _by_window
+    from kvx_adapters.vllm_plugin.connector import _alike
 
-    group = group_of(0, 1, 2, 3)
-    windows = zip(group.layer_names, (7, None, 5, 7), strict=True)
+    group = group_of(0, 1, 2, 3, 6)
+    windows = zip(group.layer_names, (7, None, 5, 7, 7), strict=True)
     layers = {name: SimpleNamespace(sliding_window=window) for name, window in windows}
     del layers["model.layers.1"].sliding_window
-    parts = _by_window(group, layers)
-    assert [(part.window, part.layers) for part in parts] == [(0, (1,)), (5, (2,)), (7, (0, 3))]
+    parts = _alike(group, layers)
+    assert [(part.window, part.layers) for part in parts] == [
+        (0, (1,)), (5, (2,)), (7, (0, 3)), (7, (6,)),
+    ]  # fmt: skip
     for part in parts:
         assert part.layer_names == group_of(*part.layers).layer_names
         assert part.specs == group_of(*part.layers).specs
