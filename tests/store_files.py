@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from kvx_core import Snapshot
-from kvx_core.stores.chunk_file import open_chunk
+from kvx_core.snapshot import Snapshot
+from kvx_core.stores.chunk_file import open_chunk, write_chunk
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.secrets import Secrets
 
@@ -47,8 +49,7 @@ def precision_of(path: Path) -> str:
 
 def snapshot_of(path: Path) -> Snapshot:
     """What a plain entry's file holds."""
-    id = path.name.split(".")[1]
-    kind = Kind.parse((path.parent.parent / "kinds" / f"{id}.json").read_bytes(), id)
+    kind = _kind(path)
     with path.open("rb", buffering=0) as file:
         return open_chunk(file, kind, Secrets(), name=path.name).read(kind.layers)
 
@@ -64,3 +65,37 @@ def tokens_of(path: Path) -> list[int]:
     record = record_of(path)
     (count,) = struct.unpack_from("<I", record, 12)
     return list(struct.unpack_from(f"<{count}q", record, 140))
+
+
+def rewrite(path: Path, change: Callable[[Snapshot], object]) -> None:
+    """Changes the values of a plain entry's file, checks and all."""
+    snapshot = snapshot_of(path)
+    change(snapshot)
+    _write(path, snapshot, _kind(path))
+
+
+def change_facts(path: Path, **facts: Any) -> Path:
+    """Rewrites a plain entry's file as of a cache of which this is true: one of another kind, whose
+    record is written too. Returns the new file, which is there instead.
+    """
+    snapshot, old = snapshot_of(path), _kind(path)
+    parts = tuple(
+        replace(part, facts=replace(part.facts, **facts)) for part in snapshot.header.parts
+    )
+    full = old.layout(1024).tensors  # more than an entry of any plane
+    kind = Kind.of(parts, full, 1024, keyed=old.keyed, encrypted=old.encrypted)
+    path.parent.parent.joinpath("kinds", f"{kind.id}.json").write_bytes(kind.text)
+    path.unlink()
+    path = path.with_name(path.name.replace(old.id, kind.id))
+    _write(path, replace(snapshot, header=replace(snapshot.header, parts=parts)), kind)
+    return path
+
+
+def _kind(path: Path) -> Kind:
+    id = path.name.split(".")[1]
+    return Kind.parse((path.parent.parent / "kinds" / f"{id}.json").read_bytes(), id)
+
+
+def _write(path: Path, snapshot: Snapshot, kind: Kind) -> None:
+    with path.open("wb", buffering=0) as file:
+        write_chunk(file, snapshot, kind, Secrets())

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.snapshot import Accept, Precision, StoreError
+from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import kind_name, kinds_folder, space_record
@@ -193,7 +193,7 @@ class Kinds:
     # ---- for writers ----
 
     def ensure(self, kind: Kind) -> None:
-        """Writes the records of a kind and of the space if they are not there.
+        """Writes the records of a kind and of the space if they are not there, or are damaged.
 
         Raises StoreError.
         """
@@ -222,11 +222,21 @@ class Kinds:
         def write(file: BinaryIO) -> None:
             file.write(raw)
 
-        if not self._blobs.is_there(name):
+        found = self._read(name, len(raw))
+        if found is None:
             self._blobs.put(name, write)
+        elif found != raw:
+            self._blobs.replace(name, write)
 
     def _mac(self, name: str) -> bytes | None:
-        return self._blobs.read(name, 64)
+        return self._read(name, 64)
+
+    def _read(self, name: str, most_bytes: int) -> bytes | None:
+        """A record; None: there is none. Raises StoreError."""
+        try:
+            return self._blobs.read(name, most_bytes)
+        except CorruptError:  # it is longer than it should be
+            return b""
 
     # ---- which are taken, in which order ----
 

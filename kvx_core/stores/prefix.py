@@ -384,12 +384,10 @@ class PrefixStore:
 
     def _at_most(self, sections: Iterable[Section]) -> Precisions:
         """The precision that what is captured counts as at most, whatever its sections say."""
-        carried = self.carried
+        carried, each = self.carried, enumerate(self._own)
         unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
-        if not unsaid:
-            return carried
-        of_layer = enumerate(self._own)
-        return tuple(carried.meet(own) if i in unsaid else carried for i, own in of_layer)
+        known = tuple(carried.meet(own) if i in unsaid else carried for i, own in each)
+        return known if unsaid else carried
 
     @takes(sections=arguments.SECTIONS)
     def would_write(self, sections: Sequence[Section]) -> Kind:

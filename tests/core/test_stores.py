@@ -618,6 +618,22 @@ def unchanged(
     assert_same_bytes(engine.cache, before)
 
 
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + raw, lambda _: b""])
+@pytest.mark.parametrize("record", ["*/space.json", "*/*.mac", "*/kinds/*.json", "*/kinds/*.mac"])
+def test_a_damaged_record_is_written_again(
+    record: str, damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    """By whoever stores something; else nobody would ever find what is stored."""
+    key = bytes(32)
+    save(store_in(tmp_path, key=key), range(40))
+    (path,) = tmp_path.glob(record)
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    save(store_in(tmp_path, key=key), range(100, 116))
+    assert path.read_bytes() == good
+    assert store_in(tmp_path, key=key).lookup(range(40)).num_tokens == 40
+
+
 def test_nothing_of_a_span_is_written_unless_all_of_it_is_good(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     for rank in ranks(*TENSOR_PARALLEL):

@@ -80,6 +80,7 @@ class Vandal:
             *(self.replace_by_hostile, self.add_hostile) * 4,
             *(self.truncate, self.grow, self.flip_a_bit) * 3,
             *(self.delete, self.swap, self.replace_by_link, self.replace_by_pipe),
+            *(self.damage_a_mark, self.damage_a_record),
             *(self.replace_by_folder, self.delete_folder, self.garble_config),
         ]
         while not ended.wait(self._chance.uniform(0.1, 1.5)):
@@ -127,12 +128,30 @@ class Vandal:
             temporary.replace(path)
 
     def add_hostile(self, path: Path) -> None:
-        """Beside it, as an entry that a lookup has to open."""
-        number, _, rest = path.name.partition("-")
-        entry, _, parts = rest.partition(".")
-        other = f"{self._chance.getrandbits(256):064x}" if self._chance.random() < 0.8 else entry
-        name = f"{self._chance.choice([number, '7', '999999999'])}-{other}.{parts}"
-        path.with_name(name).write_bytes(self._next_hostile(path))
+        """Beside it: another entry, or one of another kind."""
+        key, kind, ending = path.name.split(".")
+        if self._chance.random() < 0.5:
+            key = f"{self._chance.getrandbits(256):064x}"
+        else:
+            kind = f"{self._chance.getrandbits(128):032x}"
+        path.with_name(f"{key}.{kind}.{ending}").write_bytes(self._next_hostile(path))
+
+    def damage_a_mark(self, path: Path) -> None:
+        """Or has another one in its place."""
+        marks = [file for file in path.parents[1].rglob("*.mark") if _is_file(file)]
+        self._change(self._chance.choice(marks), marks)
+
+    def damage_a_record(self, path: Path) -> None:
+        """Of a kind, or of the space; or has another one in its place."""
+        records = [file for file in path.parents[1].rglob("*.json") if _is_file(file)]
+        self._change(self._chance.choice(records), records)
+
+    def _change(self, path: Path, others: list[Path]) -> None:
+        acts = (self.truncate, self.grow, self.flip_a_bit, self.delete)
+        if self._chance.random() < 0.8:
+            self._chance.choice(acts)(path)
+        else:
+            path.write_bytes(self._chance.choice(others).read_bytes())
 
     def delete(self, path: Path) -> None:
         path.unlink()
@@ -183,7 +202,12 @@ def _files(store: Path) -> list[Path]:
     """Regular files alone: to read a pipe, or a link to a device, would take for ever."""
     found = []
     for path in store.rglob("*.safetensors"):
-        with suppress(OSError):
-            if stat.S_ISREG(path.lstat().st_mode):
-                found.append(path)
+        if _is_file(path):
+            found.append(path)
     return found
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False

@@ -426,8 +426,8 @@ def test_a_store_of_another_meaning_is_computed(serve: Factory, trtllm: ModuleTy
     assert serve().ask(tokens).computed == 100
     (warning,) = trtllm.logger.warnings()
     assert (
-        "rotary is 'half' at the source (tensorrt_llm main (double)) and 'interleaved' at the "
-        "destination (tensorrt_llm main (double))" in warning
+        "rotary is 'half' at the source and 'interleaved' at the destination (tensorrt_llm main "
+        "(double))" in warning
     )
 
 

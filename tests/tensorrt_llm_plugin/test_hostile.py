@@ -11,6 +11,7 @@ import pytest
 
 from tests.fakes.tensorrt_llm_executor import Executor
 from tests.hostile_entries import hostile_entries
+from tests.store_files import entry_files, tokens_of
 from tests.tensorrt_llm_plugin.conftest import Factory
 from tests.vllm_plugin.models import prompt
 
@@ -55,11 +56,24 @@ def test_in_place_of_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> 
 
 @pytest.mark.slow
 def test_beside_a_good_file(serve: Factory, filled: tuple[Path, bytes]) -> None:
-    """As an entry that begins like the prompt: a lookup opens it to compare tokens."""
-    path, good = filled
-    number, _, rest = path.name.partition("-")
-    beside = path.with_name(f"{number}-{'0' * 64}.{rest.partition('.')[2]}")
-    for name, data in hostile_entries(good, mutations=5):
+    """As an entry that begins like the prompt: its mark leads there, and a lookup opens it."""
+    path, first = filled
+    beginning = TOKENS[:20]
+    engine = serve(16)
+    engine.ask([*beginning, *prompt(40, seed=51)])
+    engine.close()
+    alike = {file for file in entry_files(serve.store) if tokens_of(file)[:20] == beginning}
+    (beside,) = alike - {path}
+    good, marks = beside.read_bytes(), {f: f.read_bytes() for f in serve.store.rglob("*.mark")}
+    for name, data in (*hostile_entries(good, mutations=5), ("good", good)):
+        path.unlink(missing_ok=True)
+        beside.parent.mkdir(exist_ok=True)
         beside.write_bytes(data)
-        assert ask(serve) == LOADABLE, name
-        beside.unlink(missing_ok=True)
+        for file, raw in marks.items():  # those that lead nowhere are deleted
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(raw)
+        loaded = ask(serve)
+        assert loaded in (0, 16), name
+    assert loaded == 16
+    path.write_bytes(first)
+    assert ask(serve) == LOADABLE

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
-from kvx_core.snapshot import Snapshot
 from tests.fakes.vllm import needs_cpu_op
+from tests.store_files import change_facts, tokens_of
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt
@@ -74,8 +72,7 @@ def files_of(store: Path, tokens: list[int]) -> list[Path]:
     """The files of a prompt, in the order of its tokens."""
     found = {}
     for path in store.rglob("*.safetensors"):
-        with safe_open(path, "np") as file:
-            held = file.get_tensor("tokens").tolist()
+        held = tokens_of(path)
         for start in (0, LENGTH - len(held)):
             if held == tokens[start : start + len(held)]:
                 found[start] = path
@@ -131,14 +128,6 @@ def test_fail(
         same_tokens([outputs[i] for i in good], [expected[i] for i in good])
         assert engine.num_free_blocks() == num_free_blocks
         same_tokens(engine.generate([UNKNOWN, SOUND], max_tokens=NUM_NEW), expected[:-3:-1])
-
-
-def change_facts(path: Path, **facts: Any) -> None:
-    """Rewrites a file, checksums and all, as of a cache of which this is true."""
-    stored = Snapshot.open(path)
-    snapshot = stored._read(list(stored.tensors), None)
-    parts = (replace(part, facts=replace(part.facts, **facts)) for part in stored.header.parts)
-    replace(snapshot, header=replace(stored.header, parts=tuple(parts))).save(path)
 
 
 @LOADS

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from kvx_core.connector.plan import Scope
 from kvx_core.stores.blobs import Directory
 from tests.fakes.vllm import SENTINEL, needs_cpu_op
 from tests.hostile_entries import hostile_entries
+from tests.store_files import entry_files, tokens_of
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt
@@ -26,6 +29,7 @@ from tests.vllm_plugin.test_worker_half import CHUNK, TOKENS, Worker, filled
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
 BLOCKS = [4, 2, 6]
+SHARED = 28  # tokens that another prompt begins with
 MAX_SECONDS = 20  # for one file, on a busy machine; a lookup that hangs takes for ever
 
 
@@ -99,9 +103,7 @@ def load(path: Path, expected: torch.Tensor, name: str = "") -> int:
     )
     assert failed <= set(BLOCKS[: -(-count // 16)])
     loaded = 0 if failed else count
-    # Those are right in every way, as is one whose elements are said to be of another format of two
-    # bytes: only a key tells.
-    if not name.startswith("forged") and not name.endswith(" as F16"):
+    if not name.startswith("forged"):  # those are right in every way: only a key tells
         found = worker.tokens(BLOCKS, 48)
         assert torch.equal(found[:, :, :loaded], expected[:, :, :loaded]), name
         assert loaded or not count or failed
@@ -145,19 +147,48 @@ def test_in_place_of_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) 
 
 @pytest.mark.slow
 def test_beside_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) -> None:
-    """As an entry that begins like the prompt: a lookup opens it to compare tokens."""
-    root, path, good, expected = store
-    number, _, rest = path.name.partition("-")
-    beside = path.with_name(f"{number}-{'0' * 64}.{rest.partition('.')[2]}")
+    """As an entry that begins like the prompt: its mark leads there, and a lookup opens it."""
+    root, path, _, expected = store
+    other = Worker(Directory(root))
+    other.fill()
+    other.save([3, 1, 5], tokens=[*TOKENS[:SHARED], *prompt(40 - SHARED, seed=2)])
+    other.half.shutdown()
+    alike = {file for file in entry_files(root) if tokens_of(file)[:SHARED] == TOKENS[:SHARED]}
+    (beside,) = alike - {path}
+    good, marks = beside.read_bytes(), {file: file.read_bytes() for file in root.rglob("*.mark")}
     for with_good in (True, False):
         if not with_good:
             path.unlink()
-        for name, data in hostile_entries(good, mutations=100):
+        for name, data in chain(hostile_entries(good, mutations=100), [("good", good)]):
             beside.parent.mkdir(parents=True, exist_ok=True)
             beside.write_bytes(data)
+            for file, raw in marks.items():  # those that lead nowhere are deleted
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(raw)
             loaded = load(root, expected, name)
-            assert loaded == len(TOKENS) if with_good else loaded in (0, CHUNK), name
-            beside.unlink(missing_ok=True)
+            assert loaded == len(TOKENS) if with_good else loaded in (0, SHARED), name
+        assert loaded == (len(TOKENS) if with_good else SHARED)
+
+
+@pytest.mark.parametrize("sort", ["mark", "json"])
+def test_hostile_records(sort: str, store: tuple[Path, Path, bytes, torch.Tensor]) -> None:
+    """Marks, and records of kinds and of the space."""
+    root, _, _, expected = store
+    files = {path: path.read_bytes() for path in root.rglob(f"*/*.{sort}")}
+    assert len(files) == 2
+    for path, good in files.items():
+        dice = random.Random(1)
+        mutated = [bytearray(good) for _ in range(20)]
+        for data in mutated:
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        cut = [good[:n] for n in (0, 1, len(good) // 2, len(good) - 1)]
+        for data in (*mutated, *cut, good + b" ", good * 2, b"[" * 5000, bytes(len(good))):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+            assert load(root, expected) in (0, CHUNK, len(TOKENS))
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(good)
+    assert load(root, expected) == len(TOKENS)
 
 
 @needs_cpu_op
@@ -171,17 +202,18 @@ def test_an_engine_over_a_store_full_of_them(
     options: dict[str, Any] = {"block_size": 32, "kv_transfer_config": config}
     with engines.engine(llama, **options) as engine:
         engine.generate(prompts, max_tokens=8)
-    files = sorted(tmp_path.rglob("*.safetensors"))
+    files = entry_files(tmp_path)
     assert len(files) >= 9
     good = files[0].read_bytes()
     hostile = [(n, d) for n, d in hostile_entries(good) if not n.startswith("forged")]
     for number, (_, data) in enumerate(hostile):
         path = files[number % len(files)]
-        entry, _, parts = path.name.partition(".")
-        if number < len(files):
-            path.write_bytes(data)
-        else:
-            path.with_name(f"{entry.partition('-')[0]}-{number:064x}.{parts}").write_bytes(data)
+        if number >= len(files):
+            path = path.with_name(f"{number:064x}{path.name[64:]}")
+        path.write_bytes(data)
+    for number, path in enumerate(tmp_path.rglob("*.mark")):
+        if number % 2:
+            path.write_bytes(hostile[number][1])
     for prefix_caching in (True, False):
         with engines.engine(llama, enable_prefix_caching=prefix_caching, **options) as engine:
             num_free_blocks = engine.num_free_blocks()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvx_core.snapshot import Snapshot
 from tests.fakes.vllm import needs_cpu_op
+from tests.store_files import entry_files, rewrite
 from tests.vllm_plugin import models
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens
@@ -260,16 +262,15 @@ def test_prompts_that_are_prefilled_in_pieces(
 
 
 def zero_keys(store: Path) -> None:
-    """Rewrites every file, checksums and all."""
-    from kvx_core.snapshot import Snapshot
+    """Rewrites every file, checks and all."""
 
-    for path in store.rglob("*.safetensors"):
-        stored = Snapshot.open(path)
-        snapshot = stored._read(list(stored.tensors), None)
+    def zero(snapshot: Snapshot) -> None:
         for layer in snapshot.header.layers:
             assert snapshot.array(f"layers.{layer}.k").any()
             snapshot.array(f"layers.{layer}.k")[:] = 0
-        snapshot.save(path)
+
+    for path in entry_files(store):
+        rewrite(path, zero)
 
 
 def test_zeroed_keys_change_the_tokens(

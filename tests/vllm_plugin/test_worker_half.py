@@ -80,11 +80,18 @@ class Worker:
         rows = [kv_cache[blocks].transpose(0, 1).flatten(1, 2) for kv_cache in self.kv_caches]
         return torch.stack(rows)[:, :, :num_tokens]
 
-    def save(self, blocks: list[int], *, final: bool = False, layerwise: bool = False) -> None:
+    def save(
+        self,
+        blocks: list[int],
+        *,
+        final: bool = False,
+        layerwise: bool = False,
+        tokens: list[int] = TOKENS,
+    ) -> None:
         from kvx_adapters.vllm_plugin.steps import Save, Scope, StepPlan
 
         node = self.store.nodes([])[0]
-        step = StepPlan(saves=[Save("a", Scope(), node, 0, np.array(TOKENS), (blocks,), final)])
+        step = StepPlan(saves=[Save("a", Scope(), node, 0, np.array(tokens), (blocks,), final)])
         if layerwise:
             for layer in range(L):
                 self.half.save_layer(step, f"model.layers.{layer}")
