@@ -22,6 +22,8 @@ from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 _MOST = 256  # kinds of a space
+_MOST_BYTES = 16 << 20  # of their records, in all spaces: parsed they take ten times as much
+_SHARED_BYTES = 1 << 16  # of a record that spaces share
 _REFUSED_SECONDS = 1.0  # for so long a kind that cannot be taken is not read again
 _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
@@ -44,14 +46,17 @@ class Kinds:
         accept: Accept,
         clock: Callable[[], float] = time.monotonic,
         reader: object = None,
+        has_room: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
-        """demand: the precision of each layer of the reader's cache
-        reader: the same for all spaces of one; what is found of its caches is kept with it
+        """demand:   the precision of each layer of the reader's cache
+        reader:   the same for all spaces of one; what is found of its caches is kept with it
+        has_room: whether so many bytes of records may be kept, in all spaces together
         """
         self.record, self.reader = record, reader or object()
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
-        self._clock = clock
+        self._clock, self._has_room = clock, has_room
+        self.num_bytes = 0  # of records that others have written
         self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
         self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
@@ -102,11 +107,16 @@ class Kinds:
         kind = None
         with suppress(StoreError):
             raw = self._blobs.read(name, MAX_BYTES)
-            if raw is not None and self._secrets.check(name, raw, self._mac):
+            if (
+                raw is not None
+                and self._has_room(len(raw))
+                and self._secrets.check(name, raw, self._mac)
+            ):
                 kind = _parsed(raw, id)
         with self._lock:
             if kind is not None and len(self._kinds) < _MOST and self._fits(kind):
                 self._kinds[id] = kind
+                self.num_bytes += len(kind.text)
                 self._rank()
             else:
                 if len(self._refused) >= _MOST:
@@ -282,8 +292,15 @@ class Spaces:
     def kinds(self, record: SpaceRecord) -> Kinds:
         """The kinds of a space, for all who ask."""
         blobs, secrets, demand, accept = self._arguments
-        new = Kinds(blobs, secrets, record, demand, accept, reader=self._reader)
+        new = Kinds(
+            blobs, secrets, record, demand, accept, reader=self._reader, has_room=self._has_room
+        )
         return self._known.setdefault(record.name, new)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return (
+            num_bytes + sum(kinds.num_bytes for kinds in list(self._known.values())) < _MOST_BYTES
+        )
 
     def ids(self, space: str) -> Iterable[str]:
         """What files of a space may be of."""
@@ -312,6 +329,11 @@ def _adds(kind: Kind, held: Held) -> bool:
     return adds
 
 
-@lru_cache(maxsize=256)  # spaces of one model have the same kinds
-def _parsed(raw: bytes, id: str) -> Kind:
+@lru_cache(maxsize=256)
+def _shared(raw: bytes, id: str) -> Kind:
     return Kind.parse(raw, id)
+
+
+def _parsed(raw: bytes, id: str) -> Kind:
+    """Spaces of one model have the same kinds."""
+    return _shared(raw, id) if len(raw) <= _SHARED_BYTES else Kind.parse(raw, id)
