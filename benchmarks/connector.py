@@ -244,16 +244,17 @@ def _fill(store: PrefixStore, tokens: list[int]) -> None:
 
 
 def fill_with_names(root: Path, space: str, count: int) -> None:
-    """Other entries of the same model: names as they are, 1,000 of them beside the prompt's.
+    """Other entries of the same model: names as they are, of the first kind that the model has.
 
     space: the folder of the model's entries
     """
-    tail = ".l0-1.h0-1.pf32.safetensors"
+    (kind, *_) = sorted(os.listdir(f"{root}/{space}/kinds"))
+    tail = f".{kind.removesuffix('.json')}.safetensors"
     for i in range(count):
         key = hashlib.sha256(str(i).encode()).hexdigest()
-        node = f"{root}/{space}/{space if i < 1000 else key}"
-        os.makedirs(f"{node}/{key[:16]}", exist_ok=True)
-        os.close(os.open(f"{node}/{key[:16]}/{CHUNK}-{key}{tail}", os.O_CREAT | os.O_WRONLY))
+        folder = f"{root}/{space}/{key[:3]}"
+        os.makedirs(folder, exist_ok=True)
+        os.close(os.open(f"{folder}/{key}{tail}", os.O_CREAT | os.O_WRONLY))
 
 
 @dataclass(slots=True)

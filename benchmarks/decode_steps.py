@@ -103,7 +103,7 @@ def _measure_all(cases: Sequence[Case], seeds: Iterator[int], *, quick: bool) ->
     with engines(_MODEL, _SEQUENCES + 2, 512, **environment) as found:
         for case in cases:
             if case.files:
-                space = next(found.store.glob("*/*")).name
+                space = next(found.store.glob("*/space.json")).parent.name
                 fill_with_names(found.store, space, _FILES // (50 if quick else 1))
             yield _measure(case, found, flags.get(case.flag or ""), seeds)
 
