@@ -588,8 +588,8 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
                 LENS,
             ),
             InvalidArgumentError,
-            "dst.layers[0].v_head_dim is 10, expected 6 as at src; describe a head without padding, "
-            "and K and V of one tensor apart (spec E.3)",
+            "dst.layers[0].v_head_dim is 10, expected 6 as at src; describe a head without "
+            "padding, and K and V of one tensor apart (spec E.3)",
         ),
         (
             lambda src, dst: verify(
