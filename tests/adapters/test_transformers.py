@@ -645,7 +645,7 @@ WAYS_OUT = [
         lambda: reserved(made(static=5)),
     ),
     WayOut(
-        "attention_mask[0] has 2 ones between 0 and 2, expected them in one piece. Use slot_mapping",
+        "has 2 ones between 0 and 2, expected them in one piece. Use slot_mapping",
         lambda: hf.padded_span(hf.cache_view(made(num_tokens=3), SAME_MODEL), TORN),
         lambda: migrate(
             hf.cache_view(made(num_tokens=3), SAME_MODEL).at(slots=hf.slot_mapping(TORN)),

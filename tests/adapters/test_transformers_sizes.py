@@ -153,7 +153,7 @@ def test_a_model_whose_sizes_are_in_its_code_is_run_once() -> None:
         mlp_layer_types=["dense", "dense"],
     )
     cache = transformers.DynamicCache(config=model.config)
-    with pytest.raises(UnsupportedError, match="Run the model once instead, to make its cache$"):
+    with pytest.raises(UnsupportedError, match=r"Run the model once instead, to make its cache$"):
         hf.reserve(cache, model, batch_size=1, num_tokens=3)
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 3, dtype=torch.long), past_key_values=cache)
