@@ -294,6 +294,8 @@ def requantize_keys(
         num_blocks, per = end.codes.shape[:2]
         writes = name == "dst"
         places.append(_slots(f"{name}_blocks", blocks, num_blocks, per, count, writes=writes))
+    if count == 0:
+        return
     if theirs.form != "fp8":
         _migrate_keys(ours.plane(), src_blocks, theirs.plane(), dst_blocks, count)
         return

@@ -108,6 +108,7 @@ def _whole_numbers(name: str, given: Tensor, end: int) -> Tensor:
             f"{name} is {tuple(given.shape)} of {given.dtype}, expected (n,) of torch.int64"
         )
     require_whole(name, given)
+    given = given.long()  # an int32 compares with 2^31 as with -2^31
     for i in torch.nonzero((given < 0) | (given >= end)).flatten().tolist():
         raise OutOfRangeError(f"{name}[{i}] is {int(given[i])}, expected 0 to {end - 1}")
     return given

@@ -604,6 +604,9 @@ def test_rows_that_are_none_are_refused(
     with pytest.raises((InvalidArgumentError, OutOfRangeError), match=says):
         migrate_pending(src, dst, *numbers, src_has_ape=True, dst_has_ape=True)
     assert (dst == 7).all()
+    at = torch.arange(2, dtype=torch.int32)
+    migrate_pending(src, dst, at, at, at, src_has_ape=True, dst_has_ape=True)
+    assert torch.equal(dst[0, :2], src[0, :2])
 
 
 def test_rows_whose_memory_is_gone_are_refused() -> None:
@@ -647,5 +650,7 @@ def test_blocks_that_are_none_are_refused(
         dst, copy = RecordPages(untouched(4, 584), 0, 1, 128), requantize_entries
     with pytest.raises((InvalidArgumentError, OutOfRangeError), match=says):
         copy(src, dst, src_blocks, dst_blocks, 2)
+    assert (dst.pages == SENTINEL).all()
+    copy(src, dst, [], [], 0)
     assert (dst.pages == SENTINEL).all()
     copy(src, dst, [0, 0], [2, 3, -1], 2)  # what is read may be one block, what is not used any
