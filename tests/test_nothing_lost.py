@@ -361,3 +361,35 @@ def test_keys_are_rotated_for_their_new_positions(order: Any, dtype: torch.dtype
     assert torch.equal(dst_kv[1], value)
     untouched = [block for block in range(BLOCKS) if block not in (5, 6, 4)]
     assert not dst_kv[0, untouched].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "says"),
+    [
+        ([[5, 6], [5, 7]], [8, 8], "names block 5 for token 0 of row 0 and for token 0 of row 1"),
+        ([[5, 6], [7, 99]], [8, 8], r"indices\[3\] is 99, expected below num_blocks 9"),
+        ([[5, 6], [7, 8]], [8, 9], "needs tokens .* holds 8 per row"),
+        ([[5, 6], [7, 8]], [8, -1], r"lengths\[1\] is -1"),
+        ([[5, 6], [7, 8]], [8, 4], "span holds 3 tokens of sequence 1 by its engine's own count"),
+    ],
+)
+def test_keys_are_rotated_all_or_none_and_once(
+    rows: list[list[int]], lengths: list[int], says: str
+) -> None:
+    """A prefix that two sequences share would be rotated by both; a refusal leaves all as it was."""
+    inv_freq = np.float64(100.0) ** -np.linspace(0, 1, DIM // 2)
+    kv, view = a_cache(1, holds=(lambda: [8, 3]) if "holds 3" in says else None)
+    before = kv.clone()
+    with pytest.raises((InvalidArgumentError, OutOfRangeError), match=says):
+        rotate_keys(view.at(rows), lengths, [17], inv_freq)
+    assert torch.equal(kv, before)
+
+
+def test_keys_that_layers_share_are_not_rotated_twice() -> None:
+    kv, view = a_cache(1)
+    other = CacheDesc.from_kv(view.layers[0].k, describe(torch.zeros_like(kv[1]), "BLOCK_HND"))
+    both = CacheView((*view.layers, other), SAME_MODEL)
+    before = kv.clone()
+    with pytest.raises(InvalidArgumentError, match=r"layers\[1\].k is that of layers\[0\], expect"):
+        rotate_keys(both.at([[5, 6]]), [8], [17], [1.0] * (DIM // 2))
+    assert torch.equal(kv, before)
