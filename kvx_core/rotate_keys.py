@@ -17,7 +17,7 @@ from kvx_core.migrate_plan import MigratePlan
 from kvx_core.narrow import narrowed
 from kvx_core.options import MoveOptions
 from kvx_core.reorder import dims_in_order
-from kvx_core.tables import SeqLens
+from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensor_desc import describe
 from kvx_core.tensors import TensorLike
 from kvx_core.types import DType, Layout, Memory
@@ -113,7 +113,7 @@ def _check(span: CacheSpan, angles: npt.NDArray[np.float64], *, lossy: bool) -> 
 def _check_places(span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]) -> None:
     """Refuses, before a part is written, what a write of all tokens of a layer would refuse: places
     that are not there, and those that two tokens have, which would be rotated twice."""
-    whole = _of_keys(span, layer)
+    whole = _of_keys(span, layer, span.block_table)
     cache = whole.view.layers[0]
     heads = cache.num_kv_heads - whole.head_start
     lens = SeqLens.of(lengths)
@@ -126,11 +126,10 @@ def _check_places(span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]) -
         plan.describe()
 
 
-def _of_keys(span: CacheSpan, layer: int) -> CacheSpan:
-    """K of a layer, alone."""
+def _of_keys(span: CacheSpan, layer: int, table: BlockTable | None) -> CacheSpan:
+    """K of a layer, alone, with this table."""
     view, scales = span.view, span.view.k_scales
     fields = {} if scales is None else {"k_scales": (scales[layer],)}
-    table = None if span.block_table is None else span.block_table.of_parts()
     view, table = narrowed(view, table, [(layer, "k")], **fields)
     return replace(span, view=replace(view, holds=None), block_table=table)
 
@@ -139,7 +138,8 @@ def _parts(
     span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]
 ) -> Iterator[tuple[CacheSpan, npt.NDArray[np.int64], int]]:
     """K of a layer, some tokens of one row at a time, with the lengths of a call."""
-    span = _of_keys(span, layer)
+    table = None if span.block_table is None else span.block_table.of_parts()
+    span = _of_keys(span, layer, table)
     ends = lengths.cumsum()
     starts = np.zeros_like(lengths) if span.starts is None else span.starts.to_numpy()
     for row, length in enumerate(lengths.tolist()):

@@ -385,6 +385,15 @@ def test_keys_are_rotated_all_or_none_and_once(
     assert torch.equal(kv, before)
 
 
+def test_keys_of_an_exact_table_are_all_rotated() -> None:
+    kv, view = a_cache(1)
+    before = kv.clone()
+    exact = BlockTable.ragged([5, 5, 5, 5, 6], [0, 5], exact=True)
+    with pytest.raises((InvalidArgumentError, OutOfRangeError), match=r"exact|EXACT"):
+        rotate_keys(view.at(exact), [4], [17], [1.0] * (DIM // 2))
+    assert torch.equal(kv, before)
+
+
 def test_keys_that_layers_share_are_not_rotated_twice() -> None:
     kv, view = a_cache(1)
     other = CacheDesc.from_kv(view.layers[0].k, describe(torch.zeros_like(kv[1]), "BLOCK_HND"))
