@@ -394,6 +394,17 @@ def test_keys_of_an_exact_table_are_all_rotated() -> None:
     assert torch.equal(kv, before)
 
 
+def test_verify_refuses_an_exact_table_with_tokens_to_spare() -> None:
+    """As migrate does: the tokens that no length counts would not be compared."""
+    kv, view = a_cache(1)
+    exact = BlockTable.ragged([5, 5, 5, 5, 6], [0, 5], exact=True)
+    assert verify(view.at(exact), view.at([[5, 6]]), [5])
+    for ends in ((view.at(exact), view.at([[5]])), (view.at([[5]]), view.at(exact))):
+        with pytest.raises(OutOfRangeError, match="has 5 entries in src.block_table, expected 4"):
+            verify(*ends, [4])
+    assert kv.shape[1] == BLOCKS
+
+
 def test_keys_that_layers_share_are_not_rotated_twice() -> None:
     kv, view = a_cache(1)
     other = CacheDesc.from_kv(view.layers[0].k, describe(torch.zeros_like(kv[1]), "BLOCK_HND"))
