@@ -400,7 +400,7 @@ def test_verify_refuses_an_exact_table_with_tokens_to_spare() -> None:
     exact = BlockTable.ragged([5, 5, 5, 5, 6], [0, 5], exact=True)
     assert verify(view.at(exact), view.at([[5, 6]]), [5])
     for ends in ((view.at(exact), view.at([[5]])), (view.at([[5]]), view.at(exact))):
-        with pytest.raises(OutOfRangeError, match="has 5 entries in src.block_table, expected 4"):
+        with pytest.raises(OutOfRangeError, match=r"has 5 entries in src\.block_table, expected 4"):
             verify(*ends, [4])
     assert kv.shape[1] == BLOCKS
 
