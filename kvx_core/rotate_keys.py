@@ -12,6 +12,7 @@ from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.holds import require_holds
+from kvx_core.lookup import find_tokens
 from kvx_core.migrate import copy_tokens
 from kvx_core.migrate_plan import MigratePlan
 from kvx_core.narrow import narrowed
@@ -117,6 +118,7 @@ def _check_places(span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]) -
     cache = whole.view.layers[0]
     heads = cache.num_kv_heads - whole.head_start
     lens = SeqLens.of(lengths)
+    find_tokens(whole, lens)  # refuses lengths that the table has no places for
     num_tokens = int(np.maximum(lengths, 0).sum())
     keys = np.empty((1, num_tokens, heads, cache.head_dim), np.float32)  # never touched
     copy = CacheView((CacheDesc.from_kv(describe(keys, Layout.BLOCK_NHD)),), CacheFacts())

@@ -394,6 +394,22 @@ def test_keys_of_an_exact_table_are_all_rotated() -> None:
     assert torch.equal(kv, before)
 
 
+@pytest.mark.parametrize("length", [10**9, 10**13, 2**62])
+@pytest.mark.parametrize("dense", [False, True])
+def test_lengths_that_no_memory_holds_are_out_of_range(length: int, dense: bool) -> None:
+    """Whoever asks for the place of each token: verify, rotate_keys, an engine's own count."""
+    _, view = a_cache(1)
+    held = CacheView(view.layers, SAME_MODEL, dense=dense, holds=lambda: 2**62)
+    span = held.at([[5, 6]])
+    for call in (
+        lambda: verify(span, view.at([[5, 6]]), [length, length]),
+        lambda: migrate(span, view.at([[7, 8]]), [length]),
+        lambda: rotate_keys(span, [length], [17], [1.0] * (DIM // 2)),
+    ):
+        with pytest.raises((OutOfRangeError, InvalidArgumentError)):
+            call()
+
+
 def test_verify_refuses_an_exact_table_with_tokens_to_spare() -> None:
     """As migrate does: the tokens that no length counts would not be compared."""
     kv, view = a_cache(1)
