@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import _abi
+from kvx_core.errors import OutOfRangeError
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import SeqLens
@@ -43,7 +44,14 @@ def find_tokens(
     if span.block_table is not None and span.block_table.seq_count == len(lengths):
         beams = max(span.block_table.beam_width, 1)
     tokens_per_entry = 1 if plane is None else view.planes[plane].tokens_per_entry
-    places = np.zeros(int(num_entries(lengths, tokens_per_entry).sum()) * beams, _PLACE)
+    count = sum(num_entries(lengths, tokens_per_entry).tolist()) * beams
+    try:
+        places = np.zeros(min(count, 2**62), _PLACE)
+    except (MemoryError, ValueError):
+        raise OutOfRangeError(
+            f"seq_lens adds up to {count} tokens, whose places no memory holds; expected lengths "
+            "that the span has places for (spec 5.3)"
+        ) from None
     desc = _abi.kvx_find_desc_t(
         is_v=v,
         layer=layer,

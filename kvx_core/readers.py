@@ -82,14 +82,13 @@ class End:
 
     def blocks(self, v: bool, layer: int, plane: int | None) -> npt.NDArray[np.int64]:
         """The block of each token, or entry, of K, V or a plane; -1: it is not stored."""
-        table = self.table
+        table = self.span.block_table
         if table is None or not table.has_planes:
             layer = 0  # one table for all layers
         if (v, layer, plane) not in self._blocks:
-            planes = tuple(one.of_parts() for one in self.span.view.planes)
-            view = self.span.view
-            view = replace(view, planes=planes) if planes else view
-            span = replace(self.span, block_table=table, view=view)
+            # All rows at once: a table that is exact has no entries to spare.
+            whole = None if table is None else table.with_holes()
+            span = replace(self.span, block_table=whole)
             with self.named():
                 places = find_tokens(span, SeqLens.of(self.rows), v=v, layer=layer, plane=plane)
             self._blocks[v, layer, plane] = places["block"]

@@ -11,10 +11,14 @@ import numpy.typing as npt
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.facts import CacheFacts
+from kvx_core.holds import require_holds
+from kvx_core.lookup import find_tokens
 from kvx_core.migrate import copy_tokens
+from kvx_core.migrate_plan import MigratePlan
 from kvx_core.narrow import narrowed
+from kvx_core.options import MoveOptions
 from kvx_core.reorder import dims_in_order
-from kvx_core.tables import SeqLens
+from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.tensor_desc import describe
 from kvx_core.tensors import TensorLike
 from kvx_core.types import DType, Layout, Memory
@@ -59,6 +63,9 @@ def rotate_keys(
     if len(shifts) not in (1, len(lengths)):
         raise InvalidArgumentError(f"by has {len(shifts)} entries, expected {len(lengths)}")
     shifts = np.broadcast_to(shifts, lengths.shape)
+    require_holds("span", span, lens)
+    for i in range(len(span.view.layers)):
+        _check_places(span, i, lengths)
     for i in range(len(span.view.layers)):
         for part, count, row in _parts(span, i, lengths):
             _rotate(part, count, int(shifts[row]) * angles)
@@ -96,17 +103,45 @@ def _check(span: CacheSpan, angles: npt.NDArray[np.float64], *, lossy: bool) -> 
                 f"span.layers[{i}].k is {k.dtype.name}, which a rotation rounds once more, with a "
                 "loss: give lossy=True, or rotate in a float32 cache"
             )
+        first = next(j for j, other in enumerate(span.view.layers) if other.k.data == k.data)
+        if first != i and k.data:
+            raise InvalidArgumentError(
+                f"span.layers[{i}].k is that of layers[{first}], expected memory of its own: its "
+                "keys would be rotated twice. Pass a view of one of the layers that share K"
+            )
+
+
+def _check_places(span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]) -> None:
+    """Refuses, before a part is written, what a write of all tokens of a layer would refuse: places
+    that are not there, and those that two tokens have, which would be rotated twice."""
+    whole = _of_keys(span, layer, span.block_table)
+    cache = whole.view.layers[0]
+    heads = cache.num_kv_heads - whole.head_start
+    lens = SeqLens.of(lengths)
+    find_tokens(whole, lens)  # refuses lengths that the table has no places for
+    num_tokens = int(np.maximum(lengths, 0).sum())
+    keys = np.empty((1, num_tokens, heads, cache.head_dim), np.float32)  # never touched
+    copy = CacheView((CacheDesc.from_kv(describe(keys, Layout.BLOCK_NHD)),), CacheFacts())
+    src = copy.at(slots=np.arange(num_tokens))
+    options = MoveOptions(num_heads=heads)
+    with MigratePlan(src, whole, (src, whole), lens, options, new_positions=True) as plan:
+        plan.describe()
+
+
+def _of_keys(span: CacheSpan, layer: int, table: BlockTable | None) -> CacheSpan:
+    """K of a layer, alone, with this table."""
+    view, scales = span.view, span.view.k_scales
+    fields = {} if scales is None else {"k_scales": (scales[layer],)}
+    view, table = narrowed(view, table, [(layer, "k")], **fields)
+    return replace(span, view=replace(view, holds=None), block_table=table)
 
 
 def _parts(
     span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]
 ) -> Iterator[tuple[CacheSpan, npt.NDArray[np.int64], int]]:
     """K of a layer, some tokens of one row at a time, with the lengths of a call."""
-    view, scales = span.view, span.view.k_scales
-    fields = {} if scales is None else {"k_scales": (scales[layer],)}
     table = None if span.block_table is None else span.block_table.of_parts()
-    view, table = narrowed(view, table, [(layer, "k")], **fields)
-    view = replace(view, holds=None)
+    span = _of_keys(span, layer, table)
     ends = lengths.cumsum()
     starts = np.zeros_like(lengths) if span.starts is None else span.starts.to_numpy()
     for row, length in enumerate(lengths.tolist()):
@@ -116,11 +151,10 @@ def _parts(
             if span.slots is not None:
                 at = int(ends[row]) - length + first
                 slots = span.slots.part(at, at + int(count[row]))
-                yield replace(span, view=view, slots=slots, first_positions=None), count, row
+                yield replace(span, slots=slots, first_positions=None), count, row
                 continue
             begin = np.where(count > 0, starts + first, 0)
-            part = replace(span, view=view, block_table=table, starts=SeqLens.of(begin))
-            yield part, count, row
+            yield replace(span, starts=SeqLens.of(begin)), count, row
 
 
 def _rotate(part: CacheSpan, count: npt.NDArray[np.int64], angles: npt.NDArray[np.float64]) -> None:

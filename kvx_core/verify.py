@@ -184,8 +184,8 @@ def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
     at_src, at_dst = src.view.layers, dst.view.layers
     if len(at_src) != len(at_dst) or not (at_src or src.view.planes):
         raise InvalidArgumentError(
-            f"dst has {len(at_dst)} layers, expected as many as src has, {len(at_src)}, and not 0 "
-            "(spec E.3)"
+            f"dst has {len(at_dst)} layers, expected as many as src has, {len(at_src)}, and not 0; "
+            "describe at each end the layers that both hold (spec E.3)"
         )
     for name, end in (("src", src), ("dst", dst)):
         tensors: dict[str, Borrowed] = {f"planes[{i}]": p for i, p in enumerate(end.view.planes)}
@@ -207,9 +207,14 @@ def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
     for i, (a, b) in enumerate(zip(at_src, at_dst, strict=True)):
         for size in sizes:
             if getattr(a, size) != getattr(b, size):
+                way_out = (
+                    "give num_heads to compare a range"
+                    if size == "num_kv_heads"
+                    else "describe a head without padding, and K and V of one tensor apart"
+                )
                 raise InvalidArgumentError(
                     f"dst.layers[{i}].{size} is {getattr(b, size)}, expected {getattr(a, size)} as "
-                    "at src (spec E.3)"
+                    f"at src; {way_out} (spec E.3)"
                 )
     _check_planes(src.view.planes, dst.view.planes, num_heads)
 
@@ -236,7 +241,8 @@ def _check_planes(at_src: Sequence[Plane], at_dst: Sequence[Plane], num_heads: i
             if of_src != of_dst:
                 raise InvalidArgumentError(
                     f"{a.role_name} of layer {a.layer} has {size} {of_dst} at dst, expected "
-                    f"{of_src} as at src (spec E.11)"
+                    f"{of_src} as at src; describe both alike, or leave the plane out at both ends "
+                    "(spec E.11)"
                 )
 
 

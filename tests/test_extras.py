@@ -70,6 +70,7 @@ def test_the_extra_cli_is_enough_for_help_and_stores(cli: Path, tmp_path: Path) 
     assert "Commands" in kvx(cli).stdout
     assert kvx(cli, "--version").returncode == 0
     assert kvx(cli, "info").returncode == 0
+    (tmp_path / "kvx-store.json").write_text('{"format": 3, "chunk_tokens": 128}')
     done = kvx(cli, "store", "ls", tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path} holds no entries.\n")
 
@@ -95,6 +96,7 @@ def test_doctor_says_what_reads_a_model(cli: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_needs_no_engine_for_a_store(cli: Path, tmp_path: Path) -> None:
+    (tmp_path / "kvx-store.json").write_text('{"format": 3, "chunk_tokens": 128}')
     done = kvx(cli, "doctor", "--store", tmp_path)
     assert done.returncode == 0, done.stdout
     assert "0 entries" in done.stdout

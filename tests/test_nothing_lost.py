@@ -361,3 +361,71 @@ def test_keys_are_rotated_for_their_new_positions(order: Any, dtype: torch.dtype
     assert torch.equal(dst_kv[1], value)
     untouched = [block for block in range(BLOCKS) if block not in (5, 6, 4)]
     assert not dst_kv[0, untouched].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "says"),
+    [
+        ([[5, 6], [5, 7]], [8, 8], "names block 5 for token 0 of row 0 and for token 0 of row 1"),
+        ([[5, 6], [7, 99]], [8, 8], r"indices\[3\] is 99, expected below num_blocks 9"),
+        ([[5, 6], [7, 8]], [8, 9], "needs tokens .* holds 8 per row"),
+        ([[5, 6], [7, 8]], [8, -1], r"lengths\[1\] is -1"),
+        ([[5, 6], [7, 8]], [8, 4], "span holds 3 tokens of sequence 1 by its engine's own count"),
+    ],
+)
+def test_keys_are_rotated_all_or_none_and_once(
+    rows: list[list[int]], lengths: list[int], says: str
+) -> None:
+    """A prefix that two sequences share would turn twice; a refusal leaves all as it was."""
+    inv_freq = [1.0] * (DIM // 2)
+    kv, view = a_cache(1, holds=(lambda: [8, 3]) if "holds 3" in says else None)
+    before = kv.clone()
+    with pytest.raises((InvalidArgumentError, OutOfRangeError), match=says):
+        rotate_keys(view.at(rows), lengths, [17], inv_freq)
+    assert torch.equal(kv, before)
+
+
+def test_keys_of_an_exact_table_are_all_rotated() -> None:
+    kv, view = a_cache(1)
+    before = kv.clone()
+    exact = BlockTable.ragged([5, 5, 5, 5, 6], [0, 5], exact=True)
+    with pytest.raises((InvalidArgumentError, OutOfRangeError), match=r"exact|EXACT"):
+        rotate_keys(view.at(exact), [4], [17], [1.0] * (DIM // 2))
+    assert torch.equal(kv, before)
+
+
+@pytest.mark.parametrize("length", [10**9, 10**13, 2**62])
+@pytest.mark.parametrize("dense", [False, True])
+def test_lengths_that_no_memory_holds_are_out_of_range(length: int, dense: bool) -> None:
+    """Whoever asks for the place of each token: verify, rotate_keys, an engine's own count."""
+    _, view = a_cache(1)
+    held = CacheView(view.layers, SAME_MODEL, dense=dense, holds=lambda: 2**62)
+    span = held.at([[5, 6]])
+    for call in (
+        lambda: verify(span, view.at([[5, 6]]), [length, length]),
+        lambda: migrate(span, view.at([[7, 8]]), [length]),
+        lambda: rotate_keys(span, [length], [17], [1.0] * (DIM // 2)),
+    ):
+        with pytest.raises((OutOfRangeError, InvalidArgumentError)):
+            call()
+
+
+def test_verify_refuses_an_exact_table_with_tokens_to_spare() -> None:
+    """As migrate does: the tokens that no length counts would not be compared."""
+    kv, view = a_cache(1)
+    exact = BlockTable.ragged([5, 5, 5, 5, 6], [0, 5], exact=True)
+    assert verify(view.at(exact), view.at([[5, 6]]), [5])
+    for ends in ((view.at(exact), view.at([[5]])), (view.at([[5]]), view.at(exact))):
+        with pytest.raises(OutOfRangeError, match=r"has 5 entries in src\.block_table, expected 4"):
+            verify(*ends, [4])
+    assert kv.shape[1] == BLOCKS
+
+
+def test_keys_that_layers_share_are_not_rotated_twice() -> None:
+    kv, view = a_cache(1)
+    other = CacheDesc.from_kv(view.layers[0].k, describe(torch.zeros_like(kv[1]), "BLOCK_HND"))
+    both = CacheView((*view.layers, other), SAME_MODEL)
+    before = kv.clone()
+    with pytest.raises(InvalidArgumentError, match=r"layers\[1\].k is that of layers\[0\], expect"):
+        rotate_keys(both.at([[5, 6]]), [8], [17], [1.0] * (DIM // 2))
+    assert torch.equal(kv, before)

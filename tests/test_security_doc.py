@@ -9,7 +9,7 @@ import pytest
 from kvx_core import files
 from kvx_core.connector import boundary, settings
 from kvx_core.snapshot import file, signing
-from kvx_core.stores import blobs, config, encrypted, entries, finder, index, root
+from kvx_core.stores import config, index, kinds, marks, names, pieces, root, space
 from tests.documents import Document
 from tests.native import ROOT
 
@@ -32,18 +32,18 @@ EXCLUDED = {
 @pytest.mark.parametrize(
     ("sentence", "limit"),
     [
-        ("{} MiB for a snapshot that is opened by path", file.MAX_HEADER_BYTES >> 20),
-        ("the tokens of at most {} files of other sequences", finder._MAX_OPENED),
-        ("at most {:,} names of a folder", blobs._MAX_NAMES),
-        ("{:,} names,", index._MAX_NAMES),
-        ("{:,} tokens (64 MB)", index._MAX_TOKENS),
+        ("opened by path has a header of at most {} MiB", file.MAX_HEADER_BYTES >> 20),
+        ("at most {:,} tokens. - **Time", file.MAX_TOKENS),
+        ("records have at most {} MiB", space.MAX_BYTES >> 20),
+        ("in pieces of at most {} MiB", pieces.MOST_BYTES >> 20),
+        ("asks for at most {} kinds of files", kinds._MOST_ASKED),
+        ("and {} marks, by name", names.RUNGS),
+        ("{:,} names of each sort", index._MAX_NAMES),
+        ("{:,} tokens of marks (16 MB)", marks._MOST_HELD),
+        ("{} kinds of a space", kinds._MOST),
         ("{:,} salts", settings._MAX_SCOPES),
-        ("({:,} at most for a snapshot)", file.MAX_TOKENS),
-        ("but first {} MiB of it", encrypted._PIECE_BYTES >> 20),
-        ("{} KiB for each token, layer and head", entries._MOST_HEAD_BYTES >> 10),
-        ("never more than {} GiB", -(-encrypted._MAX_BYTES >> 30)),
         ("chunks of {} to", config.MIN_CHUNK_TOKENS),
-        ("to {:,} tokens, unless the settings", config.MOST_CHUNK_TOKENS),
+        ("to {:,} tokens, or what the settings ask for", config.MOST_CHUNK_TOKENS),
         ("each of at most {} kinds", boundary._MAX_KINDS),
         ("at most {:,} characters of what a file says", boundary._MAX_CHARS),
         ("at least {} random bytes", signing._MIN_BYTES),

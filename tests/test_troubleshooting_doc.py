@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvx_core import (
     describe,
     migrate,
     write_kv,
+    write_layers,
 )
 from kvx_core.snapshot import Precision, Section, Snapshot, read_key
 from kvx_core.stores import Directory, PrefixStore
@@ -46,13 +48,45 @@ FACTS: dict[str, Any] = {
 }
 
 
-def cache(heads: int = 2, dtype: torch.dtype = torch.float32, dim: int = 64) -> CacheDesc:
-    k, v = torch.zeros(2, 8, 16, heads, dim, dtype=dtype)
+def cache(
+    heads: int = 2, dtype: torch.dtype = torch.float32, dim: int = 64, blocks: int = 8
+) -> CacheDesc:
+    k, v = torch.zeros(2, blocks, 16, heads, dim, dtype=dtype)
     return CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
 
 
 def view(desc: CacheDesc | None = None, **facts: Any) -> CacheView:
     return CacheView((desc or cache(),), CacheFacts(**FACTS | facts))
+
+
+def of(*layers: CacheDesc) -> CacheView:
+    return CacheView(layers, CacheFacts(**FACTS))
+
+
+def k_alone(desc: CacheDesc) -> CacheDesc:
+    return CacheDesc.from_kv(desc.k, None)
+
+
+def write_two(layers: list[CacheDesc]) -> None:
+    """Two tokens into each layer, with one slot mapping."""
+    new = [torch.zeros(2, 2, 64) for _ in layers]
+    write_layers(layers, new, new, slots=[3, 4])
+
+
+def a_head(src: CacheView, dst: CacheView, head_start: int) -> None:
+    src = replace(src, facts=replace(src.facts, first_kv_head=None))
+    dst = replace(dst, facts=src.facts)
+    at = {"block_table": [[1]], "head_start": head_start}
+    migrate(src.at(**at), dst.at(**at), [3], num_heads=1)
+
+
+def dense_rows(num_rows: int) -> None:
+    """Sequences to a dense cache of two."""
+    k, v = torch.zeros(2, 2, 16, 2, 64)
+    layer = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    table = [[row] for row in range(num_rows)]
+    dst = CacheView((layer,), CacheFacts(**FACTS), dense=True)
+    migrate(view().at(block_table=table), dst, [3] * num_rows)
 
 
 def move(src: CacheView, dst: CacheView, block: int = 1, num_tokens: int = 3) -> None:
@@ -151,7 +185,13 @@ CASES: list[Callable[[Path], object]] = [
     lambda path: move(view(), view(cache(dtype=torch.uint8))),
     lambda path: (lambda one: move(one, one))(view()),
     lambda path: migrate(view(), view(), [3]),
-    lambda path: move(view(), CacheView((cache(), cache()), CacheFacts(**FACTS))),
+    lambda path: move(view(), of(cache(), cache())),
+    lambda path: move(of(cache(), cache(blocks=5)), of(cache(), cache(blocks=5))),
+    lambda path: write_two([cache(), cache(blocks=5)]),
+    lambda path: move(view(), of(k_alone(cache()))),
+    lambda path: (lambda one: move(of(cache(), cache()), of(one, one)))(cache()),
+    lambda path: a_head(view(), view(), head_start=2),
+    lambda path: dense_rows(3),
     lambda path: move(view(), view(cache(dim=128))),
     lambda path: migrate(view().at(block_table=[[1]]), view().at(block_table=[[2], [3]]), [3]),
     lambda path: write_kv(cache(), *torch.zeros(2, 1, 2, 64), slots=[128]),
@@ -271,10 +311,13 @@ WAYS_OUT: list[Callable[[Path], object]] = [
     lambda path: migrate(
         CacheView((cache(),), CacheFacts(**FACTS), dense=True), view().at(block_table=[[5]]), [3]
     ),
-    lambda path: move(
-        CacheView((cache(), cache()), CacheFacts(**FACTS)),
-        CacheView((cache(), cache()), CacheFacts(**FACTS)),
-    ),
+    lambda path: move(of(cache(), cache()), of(cache(), cache())),
+    lambda path: [move(of(cache(blocks=n)), of(cache(blocks=n))) for n in (8, 5)],
+    lambda path: [write_two([cache(blocks=n)]) for n in (8, 5)],
+    lambda path: move(of(k_alone(cache())), of(k_alone(cache()))),
+    lambda path: move(view(), view()),
+    lambda path: a_head(view(), view(), head_start=1),
+    lambda path: dense_rows(2),
     lambda path: halves_of_one_tensor(),
     lambda path: migrate(
         view().at(block_table=[[1], [4]]), view().at(block_table=[[2], [3]]), [3, 5]

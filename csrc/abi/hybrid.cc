@@ -21,7 +21,7 @@ kvx_status_t run_valid(const char *name, const Call &call, uint32_t rows,
   bool on_device;
   KVX_TRY(backend::place(call.memory, name, &on_device));
   if (!rows) return KVX_STATUS_OK;
-  if (!on_device) KVX_TRY(check_hybrid_data(call));
+  if (!on_device) KVX_TRY(check_hybrid_data(call, (direction == hybrid::Direction::kWrite)...));
   for (int i = 0; on_device && i < arrays.count; ++i) {
     const HybridArray &array = arrays.list[i];
     if (array.data && array.bytes) KVX_TRY(backend::check_reachable(array.name, array.data));

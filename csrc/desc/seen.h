@@ -39,4 +39,23 @@ class Seen {
   uint32_t shift_;
 };
 
+// Whether each of these numbers, which `each` passes to a function until it returns false, is
+// certainly another one.
+template <class Each>
+bool are_different(Each each) {
+  uint64_t count = 0, last = 0;
+  bool in_order = true;
+  each([&](uint64_t number) {
+    in_order &= count == 0 || number > last;
+    last = number;
+    ++count;
+    return true;
+  });
+  if (in_order) return true;
+  Seen seen(count);
+  bool different = true;
+  each([&](uint64_t number) { return different = seen.add(number); });
+  return different;
+}
+
 }  // namespace kvx

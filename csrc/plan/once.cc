@@ -42,25 +42,6 @@ void each_run(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64
   if (walk(plan, lookup, plane, 0, tokens, take) == KVX_STATUS_OK && run.count) visit(run);
 }
 
-// Whether each of these numbers, which `each` passes to a function until it returns false, is
-// certainly another one.
-template <class Each>
-bool are_different(Each each) {
-  uint64_t count = 0, last = 0;
-  bool in_order = true;
-  each([&](uint64_t number) {
-    in_order &= count == 0 || number > last;
-    last = number;
-    ++count;
-    return true;
-  });
-  if (in_order) return true;
-  Seen seen(count);
-  bool different = true;
-  each([&](uint64_t number) { return different = seen.add(number); });
-  return different;
-}
-
 // Whether all places are certainly different: quick, and true for nearly every call.
 bool name_different(const Plan &plan, const LookupPair &lookup, uint32_t plane, uint64_t tokens) {
   const Lookup &dst = lookup.dst;

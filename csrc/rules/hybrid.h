@@ -36,6 +36,6 @@ kvx_status_t check_hybrid_data(const kvx_hybrid_tail_t &tail);
 kvx_status_t check_hybrid_data(const kvx_hybrid_compress_t &compress);
 kvx_status_t check_hybrid_data(const kvx_hybrid_flush_t &flush);
 kvx_status_t check_hybrid_data(const kvx_hybrid_state_t &state);
-kvx_status_t check_hybrid_data(const kvx_hybrid_pages_t &pages);
+kvx_status_t check_hybrid_data(const kvx_hybrid_pages_t &pages, bool writes);
 
 }  // namespace kvx

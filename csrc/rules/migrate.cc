@@ -20,8 +20,9 @@ namespace {
 
 kvx_status_t check_all_heads(const Path &path, const kvx_span_t &span) {
   if (span.head_start == 0) return KVX_STATUS_OK;
-  return KVX_INVALID("%s.head_start is %u, expected 0 when num_heads is 0 (all) (spec E.3)",
-                     KVX_AT(path), span.head_start);
+  return KVX_INVALID(
+      "%s.head_start is %u, expected 0 when num_heads is 0 (all); give num_heads (spec E.3)",
+      KVX_AT(path), span.head_start);
 }
 
 // Checks the numbers of K or V that are rotated on their way.
@@ -82,17 +83,20 @@ kvx_status_t check_layer_pair(const Path &src_path, const Path &dst_path,
     KVX_TRY(check_heads(dst_path, *migrate.dst, l, migrate.num_heads));
   }
   if (is_absent(src.v) != is_absent(dst.v)) {
-    return KVX_INVALID("%s has %s V, expected as %s (spec E.1)", KVX_AT(dst_layer),
-                       is_absent(dst.v) ? "no" : "a", KVX_AT(src_layer));
+    return KVX_INVALID(
+        "%s has %s V, expected as %s; describe V at both ends, or at neither (spec E.1)",
+        KVX_AT(dst_layer), is_absent(dst.v) ? "no" : "a", KVX_AT(src_layer));
   }
   for (const bool is_v : {false, true}) {
     const kvx_tensor_desc_t &from = is_v ? src.v : src.k, &to = is_v ? dst.v : dst.k;
     if (is_absent(from)) continue;
     const Path from_path{&src_layer, is_v ? "v" : "k"}, to_path{&dst_layer, is_v ? "v" : "k"};
     if (dim_of(from) != dim_of(to)) {
-      return KVX_INVALID("%s has head_dim %lld, expected that of %s, %lld (spec E.3)",
-                         KVX_AT(to_path), static_cast<ll>(dim_of(to)), KVX_AT(from_path),
-                         static_cast<ll>(dim_of(from)));
+      return KVX_INVALID(
+          "%s has head_dim %lld, expected that of %s, %lld; describe a head without padding, and K "
+          "and V of one tensor apart (spec E.3)",
+          KVX_AT(to_path), static_cast<ll>(dim_of(to)), KVX_AT(from_path),
+          static_cast<ll>(dim_of(from)));
     }
     KVX_TRY(check_convertible(to_path, to.dtype, from_path, from.dtype));
     if (const uint32_t order = hadamard_order(migrate.flags, is_v)) {
@@ -114,7 +118,8 @@ kvx_status_t check_layers_differ(const Path &path, const kvx_span_t &dst) {
     while (data(first) != data(l)) ++first;
     return KVX_INVALID(
         "%s.layers[%u].k.data is that of layers[%u], expected layers of their own: tokens of both "
-        "would go to one place (spec E.3)",
+        "would go to one place; leave out layers that share the cache of another, at both ends "
+        "(spec E.3)",
         KVX_AT(path), l, first);
   }
   return KVX_STATUS_OK;
@@ -147,8 +152,10 @@ kvx_status_t validate_migrate(const kvx_migrate_desc_t *migrate) {
   KVX_TRY(check_span(dst, migrate->dst));
   const uint32_t num_layers = migrate->src->num_layers;
   if (num_layers != migrate->dst->num_layers) {
-    return KVX_INVALID("dst.num_layers is %u, expected src.num_layers %u (spec E.3)",
-                       migrate->dst->num_layers, num_layers);
+    return KVX_INVALID(
+        "dst.num_layers is %u, expected src.num_layers %u; describe at each end the layers that "
+        "both hold (spec E.3)",
+        migrate->dst->num_layers, num_layers);
   }
   if (migrate->num_heads == 0) {
     KVX_TRY(check_all_heads(src, *migrate->src));

@@ -263,8 +263,10 @@ kvx_status_t check_distinct(const Path &path, const kvx_span_t &span) {
     const kvx_plane_t &plane = *span.planes[i];
     for (uint32_t j = 0; j < i; ++j) {
       if (is_before(*span.planes[j], plane) || is_before(plane, *span.planes[j])) continue;
-      return KVX_INVALID("%s has layer %u and role %u, as planes[%u] has (spec E.11)",
-                         KVX_AT((Path{&path, "planes", i})), plane.layer, plane.role, j);
+      return KVX_INVALID(
+          "%s has layer %u and role %u, as planes[%u] has; give each a layer or a role of its own "
+          "(spec E.11)",
+          KVX_AT((Path{&path, "planes", i})), plane.layer, plane.role, j);
     }
   }
   return KVX_STATUS_OK;
@@ -295,8 +297,11 @@ kvx_status_t check_pair(const Path &src_path, const Path &dst_path,
                         const kvx_migrate_desc_t &migrate, const NamedPlane &src,
                         const NamedPlane &dst) {
   const auto differs = [&](const char *field, int64_t found, int64_t expected) {
-    return KVX_INVALID("%s.%s is %lld, expected that of %s, %lld (spec E.11)", KVX_AT(dst.path),
-                       field, static_cast<ll>(found), KVX_AT(src.path), static_cast<ll>(expected));
+    return KVX_INVALID(
+        "%s.%s is %lld, expected that of %s, %lld; describe both alike, or leave the plane out at "
+        "both ends (spec E.11)",
+        KVX_AT(dst.path), field, static_cast<ll>(found), KVX_AT(src.path),
+        static_cast<ll>(expected));
   };
   const kvx_plane_t &from = src.plane, &to = dst.plane;
   if (from.tokens_per_entry != to.tokens_per_entry)
@@ -305,9 +310,10 @@ kvx_status_t check_pair(const Path &src_path, const Path &dst_path,
   const int64_t dim = numbers_of(to.dtype, extent_of(to, KVX_AXIS_DIM));
   const int64_t expected = numbers_of(from.dtype, extent_of(from, KVX_AXIS_DIM));
   if (dim != expected) {
-    return KVX_INVALID("%s has %lld numbers per head (DIM), expected those of %s, %lld (spec E.11)",
-                       KVX_AT(dst.path), static_cast<ll>(dim), KVX_AT(src.path),
-                       static_cast<ll>(expected));
+    return KVX_INVALID(
+        "%s has %lld numbers per head (DIM), expected those of %s, %lld; describe both alike, or "
+        "leave the plane out at both ends (spec E.11)",
+        KVX_AT(dst.path), static_cast<ll>(dim), KVX_AT(src.path), static_cast<ll>(expected));
   }
   if (migrate.num_heads && !is_replicated(from)) {
     KVX_TRY(check_heads(src.path, src_path, *migrate.src, from, migrate.num_heads));
@@ -374,8 +380,9 @@ kvx_status_t check_plane_rows(const Path &path, const kvx_span_t &span, uint64_t
     const Path at{&path, "planes", i};
     if (plane.block_table && plane.block_table->seq_count != rows) {
       return KVX_INVALID(
-          "%s.block_table has %u rows, expected %llu, as seq_lens has it (spec E.11)", KVX_AT(at),
-          plane.block_table->seq_count, static_cast<ull>(rows));
+          "%s.block_table has %u rows, expected %llu, as seq_lens has it; give a row for each "
+          "sequence (spec E.11)",
+          KVX_AT(at), plane.block_table->seq_count, static_cast<ull>(rows));
     }
     if (plane.tokens_per_entry == 0 && plane.slots && plane.slots->token_count != rows) {
       return KVX_INVALID("%s.slots.token_count is %u, expected %llu, one per sequence (spec E.11)",
@@ -386,8 +393,8 @@ kvx_status_t check_plane_rows(const Path &path, const kvx_span_t &span, uint64_t
                               : uses_lookup_of_span(plane) && !span.block_table && !span.slots;
     if (is_dense && rows > shape_of(plane).num_blocks) {
       return KVX_INVALID(
-          "%s is dense and holds %llu sequences (BLOCK), expected at least %llu "
-          "(spec E.11)",
+          "%s is dense and holds %llu sequences (BLOCK), expected at least %llu; move fewer in a "
+          "call (spec E.11)",
           KVX_AT(at), static_cast<ull>(shape_of(plane).num_blocks), static_cast<ull>(rows));
     }
   }

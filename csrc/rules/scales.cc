@@ -128,8 +128,10 @@ kvx_status_t check_found_scales(const Path &path, const kvx_scale_desc_t *scales
                                 const Path &tensor_path, const kvx_tensor_desc_t &tensor) {
   if (is_absent(tensor)) return KVX_STATUS_OK;
   if (!takes_scale(tensor.dtype)) {
-    return KVX_INVALID("%s.dtype is %s, expected FP8 or S8 with FIND_SCALES (spec E.9)",
-                       KVX_AT(tensor_path), name_of(tensor.dtype));
+    return KVX_INVALID(
+        "%s.dtype is %s, expected FP8 or S8 with FIND_SCALES; call without it for layers of "
+        "other dtypes (spec E.9)",
+        KVX_AT(tensor_path), name_of(tensor.dtype));
   }
   if (!scales || !scales->data) {
     return KVX_INVALID("%s is NULL, expected room for the scales with FIND_SCALES (spec E.9)",

@@ -23,7 +23,7 @@ kvx_status_t check_layer(const Path &path, const kvx_span_t &span, uint32_t l) {
   if (cache->num_blocks != first->num_blocks || cache->block_size != first->block_size) {
     return KVX_INVALID(
         "%s holds %u blocks of %u tokens, expected %u of %u as layers[0]: one table serves all "
-        "layers (spec E.3)",
+        "layers; move layers of other blocks in a call of their own, with their table (spec E.3)",
         KVX_AT(layer), cache->num_blocks, cache->block_size, first->num_blocks, first->block_size);
   }
   if (offsets) {
@@ -98,13 +98,15 @@ kvx_status_t check_span(const Path &path, const kvx_span_t *span) {
 
 kvx_status_t check_rows(const Path &path, const kvx_span_t &span, uint64_t rows) {
   if (span.block_table && rows_of(*span.block_table) != rows) {
-    return KVX_INVALID("%s.block_table has %llu rows, expected %llu, as seq_lens has it (spec E.3)",
-                       KVX_AT(path), static_cast<ull>(rows_of(*span.block_table)),
-                       static_cast<ull>(rows));
+    return KVX_INVALID(
+        "%s.block_table has %llu rows, expected %llu, as seq_lens has it; give a row for each "
+        "sequence (spec E.3)",
+        KVX_AT(path), static_cast<ull>(rows_of(*span.block_table)), static_cast<ull>(rows));
   }
   if (!span.block_table && !span.slots && span.num_layers && rows > span.layers[0]->num_blocks) {
     return KVX_INVALID(
-        "%s is dense and holds %u sequences (num_blocks), expected at least %llu (spec E.3)",
+        "%s is dense and holds %u sequences (num_blocks), expected at least %llu; move fewer in a "
+        "call (spec E.3)",
         KVX_AT(path), span.layers[0]->num_blocks, static_cast<ull>(rows));
   }
   if (span.starts && span.starts->seq_count != rows) {
@@ -119,8 +121,8 @@ kvx_status_t check_heads(const Path &path, const kvx_span_t &span, uint32_t laye
   const uint32_t held = span.layers[layer]->num_kv_heads;
   if (span.head_start <= held && num_heads <= held - span.head_start) return KVX_STATUS_OK;
   return KVX_INVALID(
-      "%s.head_start is %u: with num_heads %u it reaches past the %u heads of layers[%u] (spec "
-      "E.3)",
+      "%s.head_start is %u: with num_heads %u it reaches past the %u heads of layers[%u]; move "
+      "fewer, or layers of fewer heads in a call of their own (spec E.3)",
       KVX_AT(path), span.head_start, num_heads, held, layer);
 }
 

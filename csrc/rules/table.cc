@@ -123,7 +123,7 @@ kvx_status_t check_pointers(const Path &path, const kvx_block_table_t &table,
     if (layers[l]->num_blocks != 1) {
       return KVX_INVALID(
           "%s is POINTERS, but num_blocks of layer %u is %u, expected 1: it names blocks by their "
-          "addresses (spec E.12)",
+          "addresses; describe one block of each layer (spec E.12)",
           KVX_AT(path), l, layers[l]->num_blocks);
     }
   }

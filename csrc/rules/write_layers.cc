@@ -26,14 +26,15 @@ kvx_status_t check_layer(const kvx_cache_desc_t *const *caches,
   if (cache.num_blocks != first.num_blocks || cache.block_size != first.block_size) {
     return KVX_INVALID(
         "%s holds %u blocks of %u tokens, expected %u of %u as caches[0]: one slot mapping serves "
-        "all layers (spec E.23)",
+        "all layers; write layers of other blocks in a call of their own (spec E.23)",
         KVX_AT(cache_path), cache.num_blocks, cache.block_size, first.num_blocks, first.block_size);
   }
   KVX_TRY(check_write(cache_path, cache, path, writes[l], "writes[]", flags));
   if (!is_same(writes[l]->slots, writes[0]->slots)) {
     return KVX_INVALID(
         "%s.slots differs from writes[0].slots, expected the same address, dtype, token_count and "
-        "invalid_slot: one slot mapping serves all layers (spec E.23)",
+        "invalid_slot: one slot mapping serves all layers; write layers with other slots in a call "
+        "of their own (spec E.23)",
         KVX_AT(path));
   }
   return KVX_STATUS_OK;
@@ -49,7 +50,8 @@ kvx_status_t check_caches_differ(const kvx_cache_desc_t *const *caches, uint32_t
   for (uint32_t i = 1; i < num_layers; ++i) {
     if (caches[order[i]]->k.data != caches[order[i - 1]]->k.data) continue;
     return KVX_INVALID(
-        "caches[%u].k.data is that of caches[%u], expected layers that share no slot (spec E.23)",
+        "caches[%u].k.data is that of caches[%u], expected layers that share no slot; leave out "
+        "layers that share the cache of another (spec E.23)",
         order[i], order[i - 1]);
   }
   return KVX_STATUS_OK;

@@ -46,7 +46,7 @@ def positions_held(memory: Memory, view: CacheView, sequence: int) -> range:
             f"sequence {sequence} has {many(count, 'token')} at the positions {seen.start} to "
             f"{seen.stop - 1}, expected one at each: some were removed (llama_memory_seq_rm), and "
             "K of those behind is rotated for where they stand. Close the gap with "
-            "llama_memory_seq_add, or take State.read, which has the position of each token"
+            "llama_memory_seq_add"
         )
     return found if window else seen
 

@@ -156,7 +156,7 @@ def require_pool(pool: Any) -> None:
     if getattr(pool, "post_capture_active", False):
         raise UnsupportedError(
             "pool.post_capture_active is True, expected False: only a part of its addresses has "
-            "memory. Start SGLang without it"
+            "memory. Start SGLang with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0"
         )
 
 

@@ -35,7 +35,8 @@ def state_view(mamba_pool: Any, slots: Rows, facts: CacheFacts) -> CacheView:
     if mamba_pool.enable_linear_replayssm or mamba_pool.enable_linear_replayssm_spec:
         raise UnsupportedError(
             "mamba_pool keeps the last updates of a state in a ring (ReplaySSM), expected whole "
-            "states. Start SGLang without --enable-linear-replayssm"
+            "states. Start SGLang without --enable-linear-replayssm and "
+            "--enable-linear-replayssm-spec"
         )
     if mamba_pool._slot_siblings:
         raise UnsupportedError(

@@ -47,7 +47,8 @@ def buffer_view(
             if buffer.shape[0] != pages:
                 raise InvalidArgumentError(
                     f"{name}.shape[0] is {buffer.shape[0]}, expected {pages} pages of "
-                    f"{spec.num_blocks} slots (KVCacheManagerV2)"
+                    f"{spec.num_blocks} slots (KVCacheManagerV2): give the layers of one pool, in "
+                    "its order"
                 )
             blocks = buffer[::num_layers]
         expected = spec.sub_blocks_per_block * spec.sub_block_elements

@@ -258,8 +258,8 @@ def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None
     Mutates the cache: keys and values of each layer are then (batch_size, num_kv_heads, num_tokens,
     head_dim) as the model has them there, or latents and rotated keys of one head (MLA). They are
     zero: attention multiplies padding by 0, and padding must be finite.
-    Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError; then
-    nothing is changed.
+    Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError for
+    models of which some layers keep states; then nothing is changed.
     """
     wanted = _layers_with_tokens(model)
     shapes = [
@@ -268,6 +268,12 @@ def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None
     ]
     layers: Sequence[Any] = layers_of(cache) if _has_layers(cache) else ()
     indices = [layer.layer for layer in wanted]
+    if indices != list(range(len(indices))):
+        raise UnsupportedError(
+            f"{type(model).__name__} has keys and values of tokens in the layers {indices} alone, "
+            "expected them in all: the others keep states or an image's, for which a cache has no "
+            "room before a prompt. Run the prompt in this model"
+        )
     if layers and indices != list(range(len(layers))):
         raise InvalidArgumentError(
             f"cache has {len(layers)} layers and keys and values are in layers {indices} of the "

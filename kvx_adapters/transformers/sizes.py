@@ -29,6 +29,7 @@ _UNSAID = {
     "xlnet": "hidden states",
     "xlstm": "a state of its own",
 }
+_WITHOUT_CACHE = _UNSAID.keys() - {"mimo_v2_flash"}
 
 
 class KvLayer(NamedTuple):
@@ -55,9 +56,15 @@ def kv_layers(config: Any) -> tuple[KvLayer, ...]:
     if kept:
         raise UnsupportedError(
             f"config is of a model of type {config.model_type}, which keeps {kept}: expected one "
-            "that keeps what its configuration says. Run the model once instead, to make its cache"
+            f"that keeps what its configuration says. {_way_out(config.model_type)}"
         )
     return tuple(_layers(config))
+
+
+def _way_out(model_type: str) -> str:
+    if model_type in _WITHOUT_CACHE:
+        return "It makes no cache of transformers' classes: run the prompt in this model"
+    return "Run the model once instead, to make its cache"
 
 
 def unsaid(config: Any) -> str:

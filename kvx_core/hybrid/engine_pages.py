@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.facts import CacheFacts
 from kvx_core.hybrid import ops
 from kvx_core.hybrid.page_records import read_v4_page, write_v4_page
@@ -25,6 +25,7 @@ from kvx_core.hybrid.paged_cache import PagedCache
 from kvx_core.migrate import migrate
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
+from kvx_core.tensors import require_whole
 from kvx_core.types import Role
 from kvx_core.view import CacheView
 from kvx_core.words import fix, flag, instance, integer, one_of, wrong
@@ -96,13 +97,13 @@ class RecordPages:
     @property
     def data(self) -> Tensor:
         """(num_pages, entries, 576) uint8: 448 E4M3 and then 64 BF16."""
-        return _rows(self.pages[:, : DATA_BYTES * self.entries], DATA_BYTES)
+        return _rows(self.pages, 0, DATA_BYTES * self.entries, DATA_BYTES)
 
     @property
     def scales(self) -> Tensor:
         """(num_pages, entries, 8) uint8: 7 E8M0, one for 64 numbers, and an unused byte."""
-        every = self.pages[:, DATA_BYTES * self.entries : RECORD_BYTES * self.entries]
-        return _rows(every, SCALE_BYTES)
+        first, last = DATA_BYTES * self.entries, RECORD_BYTES * self.entries
+        return _rows(self.pages, first, last, SCALE_BYTES)
 
     def planes(self) -> tuple[Plane, ...]:
         """Both, as planes of bytes."""
@@ -162,7 +163,7 @@ class IndexerPages:
     def _parts(self) -> tuple[Tensor, Tensor]:
         data, scales = _INDEX_BYTES[self.encoding]
         first, last = data * self.entries, (data + scales) * self.entries
-        return _rows(self.pages[:, :first], data), _rows(self.pages[:, first:last], scales)
+        return _rows(self.pages, 0, first, data), _rows(self.pages, first, last, scales)
 
     def planes(self) -> tuple[Plane, ...]:
         """Keys and scales, as planes of bytes."""
@@ -239,22 +240,19 @@ def requantize_entries(
     Both have FP8 numbers, but with a scale for 64 of them or for an entry: numbers are decoded and
     quantized anew. RoPE dims are copied as they are. Indexer keys are not copied.
     src_blocks, dst_blocks: page or block ids of the sequence, in the order of its entries
-    Mutates these entries of dst. Raises InvalidArgumentError.
+    Mutates these entries of dst. Raises InvalidArgumentError, OutOfRangeError.
     """
     num_entries = integer("num_entries", num_entries)
     ends = []
     for name, end, blocks in (("src", src, src_blocks), ("dst", dst, dst_blocks)):
         kinds = RecordPages | PagedCache
         instance(name, end, kinds, "RecordPages or a PagedCache")  # type: ignore[arg-type]
-        per = end.entries if isinstance(end, RecordPages) else end.schema.entries_per_block
-        if len(blocks) * per < num_entries:
-            raise InvalidArgumentError(
-                f"{name}_blocks has {len(blocks)} blocks of {per} entries, expected room for "
-                f"{num_entries}"
-            )
-        e = torch.arange(num_entries)
-        ids = torch.tensor(list(blocks), dtype=torch.int64)
-        ends.append(ids[e // per] * per + e % per)
+        if isinstance(end, RecordPages):
+            num_blocks, per = len(end.pages), end.entries
+        else:
+            num_blocks, per = end.num_blocks, end.schema.entries_per_block
+        writes = name == "dst"
+        ends.append(_slots(f"{name}_blocks", blocks, num_blocks, per, num_entries, writes=writes))
     values = src.read(ends[0]) if isinstance(src, RecordPages) else _read(src, ends[0])
     if isinstance(dst, RecordPages):
         dst.write(values, ends[1])
@@ -278,7 +276,7 @@ def requantize_keys(
     keep their values.
     src_blocks, dst_blocks: page or block ids of the sequence, in the order of its entries
     Mutates these keys of dst. Raises UnsupportedError for keys that are rotated at one end only;
-    InvalidArgumentError.
+    InvalidArgumentError, OutOfRangeError.
     """
     for name, one in (("src", src), ("dst", dst)):
         kinds = IndexerPages | PagedCache
@@ -291,14 +289,16 @@ def requantize_keys(
         )
     ours, theirs = (_KeyParts.of(end) for end in (src, dst))
     count = integer("num_entries", num_entries)
+    places = []
+    for name, end, blocks in (("src", ours, src_blocks), ("dst", theirs, dst_blocks)):
+        num_blocks, per = end.codes.shape[:2]
+        writes = name == "dst"
+        places.append(_slots(f"{name}_blocks", blocks, num_blocks, per, count, writes=writes))
+    if count == 0:
+        return
     if theirs.form != "fp8":
         _migrate_keys(ours.plane(), src_blocks, theirs.plane(), dst_blocks, count)
         return
-    if len(dst_blocks) * theirs.codes.shape[1] < count:
-        raise InvalidArgumentError(
-            f"dst_blocks has {len(dst_blocks)} blocks of {theirs.codes.shape[1]} entries, expected "
-            f"room for {count}"
-        )
     # Scales are computed from the keys, which a migration does not do.
     values = torch.empty(1, count, 1, theirs.codes.shape[2])
     whole = Plane.of(
@@ -310,8 +310,8 @@ def requantize_keys(
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - (mantissa == 0.5).int()  # the power of two at or above
     codes = torch.ldexp(values, -exponent[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    e = torch.arange(count)
-    at = torch.tensor(list(dst_blocks))[e // theirs.codes.shape[1]], e % theirs.codes.shape[1]
+    per = theirs.codes.shape[1]
+    at = places[1] // per, places[1] % per
     theirs.codes[at] = codes.view(torch.uint8)
     theirs.scales[at] = torch.ldexp(torch.ones_like(largest), exponent)
 
@@ -388,9 +388,42 @@ def _write(pool: PagedCache, values: Tensor, slots: Tensor) -> None:
     ops.flush_write_hca(values.to(device), *where, *entries)
 
 
-def _rows(tensor: Tensor, size: int) -> Tensor:
-    """(n, rows * size) as (n, rows, size), zero-copy."""
-    return tensor.view(tensor.shape[0], -1, size)
+def _rows(pages: Tensor, first: int, last: int, size: int) -> Tensor:
+    """Bytes `first` to `last` of each page as (n, rows, size), zero-copy."""
+    require_whole("pages", pages)
+    return pages[:, first:last].view(pages.shape[0], -1, size)
+
+
+def _slots(
+    name: str, blocks: Sequence[int], num_blocks: int, per: int, count: int, *, writes: bool
+) -> Tensor:
+    """Where the first `count` entries of a sequence lie: block * per + place.
+
+    writes: entries go there, so that no two may have one place
+    Raises InvalidArgumentError; OutOfRangeError for a block that is not there.
+    """
+    if not isinstance(blocks, (list, tuple)):
+        raise wrong(name, blocks, "a list of the sequence's block ids")
+    if len(blocks) * per < count:
+        raise InvalidArgumentError(
+            f"{name} has {len(blocks)} blocks of {per} entries, expected room for {count}"
+        )
+    ids = [integer(f"{name}[{i}]", block, -(2**63)) for i, block in enumerate(blocks)]
+    ids = ids[: -(-count // per)]
+    seen: dict[int, int] = {}
+    for i, block in enumerate(ids):
+        if not 0 <= block < num_blocks:
+            raise OutOfRangeError(
+                f"{name}[{i}] is {block}, expected 0 to {num_blocks - 1}: entries of the sequence "
+                "are there"
+            )
+        if writes and seen.setdefault(block, i) < i:
+            raise InvalidArgumentError(
+                f"{name}[{i}] is {block}, as {name}[{seen[block]}] is, expected a block for each: "
+                "their entries would overwrite each other"
+            )
+    e = torch.arange(count)
+    return torch.tensor(ids, dtype=torch.int64)[e // per] * per + e % per
 
 
 def _check_pages(pages: Tensor, entries: int, entry_bytes: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvx_core.errors import InternalError, InvalidArgumentError
@@ -29,6 +30,8 @@ from kvx_core.hybrid.schema import (
 )
 from kvx_core.hybrid.state_cache import StateCache, TailRowWidth
 from kvx_core.words import flag, integer
+
+Heads = NDArray[np.int32]
 
 
 class KVCacheManager:
@@ -95,6 +98,25 @@ class KVCacheManager:
         # Tokens that the window of each layer was given, by slot: states hold rows of it.
         heads = torch.zeros(len(self.schemas), self.max_requests, dtype=torch.int32, device=device)
         self._heads = heads.numpy() if heads.device.type == "cpu" else None
+        # Tokens that wait in the tails of each compressor, by slot, in the same way.
+        having_tails = [
+            (layer, name)
+            for layer, schema in self.schemas.items()
+            for name, dim in (
+                ("tail_len", schema.entry_head_dim),
+                ("idx_tail_len", schema.indexer_head_dim),
+            )
+            if schema.tail_buffer_size_a and dim
+        ]
+        shape = len(having_tails), self.max_requests
+        lens = torch.zeros(shape, dtype=torch.int32, device=device)
+        tails = dict(zip(having_tails, lens, strict=True))
+        self._tails = lens.numpy() if lens.device.type == "cpu" else None
+        self._tails_of = having_tails
+        of_tails = [self.schemas[layer].compression_ratio for layer, _ in having_tails]
+        ratios = sorted(set(of_tails))
+        self._tail_ratios = np.array(ratios, dtype=np.int64)[:, None]
+        self._ratio_of = np.array([ratios.index(ratio) for ratio in of_tails], dtype=np.intp)
         self.states: dict[int, StateCache] = {}
         self.allocators: dict[int, BlockAllocator | None] = dict.fromkeys(self.schemas)
         self.paged: dict[int, PagedCache | None] = dict.fromkeys(self.schemas)
@@ -109,6 +131,8 @@ class KVCacheManager:
                 tail_dtype=tail_dtype,
             )
             self.states[layer].swa_head = head
+            self.states[layer].tail_len = tails.get((layer, "tail_len"))
+            self.states[layer].idx_tail_len = tails.get((layer, "idx_tail_len"))
             if schema.entries_per_block:
                 self.paged[layer] = PagedCache(
                     schema,
@@ -135,10 +159,14 @@ class KVCacheManager:
         # Tokens before and after the last step of each slot.
         self._steps: Counts = np.zeros((2, self.max_requests), dtype=np.int64)
         self._heads_then = np.zeros(self.max_requests, dtype=np.int32)
+        # Whether windows, and each of the tails, have ever been given tokens: an engine may keep
+        # them itself.
+        self._has_windows = self._has_tails = False
+        self._tails_used = np.zeros(len(having_tails), dtype=bool)
         most = max_tokens_per_step or max(self.max_context_tokens, self.max_requests)
-        ratios = {s.compression_ratio for s in self.schemas.values() if s.compression_ratio}
+        compressed = {s.compression_ratio for s in self.schemas.values() if s.compression_ratio}
         self.step = ForwardStep(
-            self.max_requests, integer("max_tokens_per_step", most, 1), ratios, self.device
+            self.max_requests, integer("max_tokens_per_step", most, 1), compressed, self.device
         )
         # Entries on their way from tails to blocks. Layers take turns.
         schemas = self.schemas.values()
@@ -221,7 +249,8 @@ class KVCacheManager:
         """Raises InvalidArgumentError unless the next step of each request may begin after `before`
         tokens: after its last step, or where that began, if it is to be repeated. On the host, if
         its tokens are in the caches of some layers only, it can be neither; if they are in those
-        of all layers, it cannot be repeated.
+        of all layers, it cannot be repeated, and if in none, not be passed over. Windows and tails
+        that were never given a token are an engine's own, of which nothing is known.
         """
         firsts, lasts = self._steps[:, slots]
         for i in np.flatnonzero((lasts != before) & (firsts != before)):
@@ -231,20 +260,51 @@ class KVCacheManager:
                 f"{name}[{i}] is {before[i]}, and the last step of slot {slots[i]} had {last} "
                 f"tokens after it, expected {expected}: tokens come step by step"
             )
-        if self._heads is None:
+        if self._heads is None or self._tails is None:
             return
-        most, least = self._heads.max(0)[slots], self._heads.min(0)[slots]
+        goes_on = lasts == before
+        self._has_windows = self._has_windows or bool(self._heads.any())
+        if self._has_windows:
+            self._require_windows(self._heads, name, slots, before, goes_on)
+        self._has_tails = self._has_tails or bool(self._tails.any())
+        if self._has_tails:
+            self._require_tails(self._tails, name, slots, before, goes_on)
+
+    def _require_windows(
+        self, heads: Heads, name: str, slots: Counts, before: Counts, goes_on: NDArray[np.bool_]
+    ) -> None:
+        """require_follows, of windows on the host."""
+        firsts, lasts = self._steps[:, slots]
+        most, least = heads.max(0)[slots], heads.min(0)[slots]
         given = most - self._heads_then[slots]
         is_whole = (given == lasts - firsts) & (most == least)
-        # Nothing is given where an engine keeps the tokens in caches of its own.
-        for i in np.flatnonzero((given != 0) & ~(is_whole & (lasts == before))):
+        windows_fit = np.where(goes_on, is_whole, given == 0)
+        for i in np.flatnonzero(~windows_fit):
             first, last = int(firsts[i]), int(lasts[i])
-            has = (self._heads[:, slots[i]] - self._heads_then[slots[i]] == last - first).sum()
+            has = (heads[:, slots[i]] - self._heads_then[slots[i]] == last - first).sum()
             raise InvalidArgumentError(
                 f"{name}[{i}] is {before[i]}, and {has} of {len(self.schemas)} layers hold the "
                 f"tokens {first} to {last} of the last step of slot {slots[i]}, expected "
                 + (f"{last}, the step after it" if is_whole[i] else "all of them")
-                + ". Release the request and compute it anew if that pass has failed"
+                + _COMPUTE_ANEW
+            )
+
+    def _require_tails(
+        self, tails: Heads, name: str, slots: Counts, before: Counts, goes_on: NDArray[np.bool_]
+    ) -> None:
+        """The same of tails, by the tokens that wait there."""
+        firsts, lasts = self._steps[:, slots]
+        waiting = (np.where(goes_on, lasts, firsts) % self._tail_ratios)[self._ratio_of]
+        if not self._tails_used.all():
+            self._tails_used |= tails.any(1)
+        missed = (tails[:, slots] != waiting) & self._tails_used[:, None]
+        for at, i in np.argwhere(missed):
+            layer, tail = self._tails_of[at]
+            raise InvalidArgumentError(
+                f"{name}[{i}] is {before[i]}, and {tail} of layer {layer} has "
+                f"{tails[at, slots[i]]} waiting tokens of slot {slots[i]}, expected "
+                f"{waiting[at, i]}: the layer's compressor has not taken each step's tokens once"
+                + _COMPUTE_ANEW
             )
 
     def keep_steps(self, slots: Counts, before: Counts, after: Counts) -> None:
@@ -341,3 +401,6 @@ class KVCacheManager:
                 f"{', '.join(having) or 'there is none'}"
             )
         return layer
+
+
+_COMPUTE_ANEW = ". Release the request and compute it anew if that pass has failed"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.hybrid.state_cache import NO_SCORE, StateCache, Tails
+from kvx_core.tensors import require_resolved, require_whole
 from kvx_core.words import flag, instance, integer
 
 
@@ -46,8 +47,9 @@ def migrate_pending(
     ape:          (ratio, row) float32, columns as in a row; needed if only one end has it
     With the bias at both ends or neither, bytes are copied. Otherwise it is added or subtracted,
     which rounds scores to float32 once.
-    Mutates these rows of dst. Raises InvalidArgumentError; UnsupportedError without the ape, where
-    a sequence can go on from its last complete block, whose tokens are computed again.
+    Mutates these rows of dst. Raises InvalidArgumentError, OutOfRangeError; UnsupportedError
+    without the ape, where a sequence can go on from its last complete block, whose tokens are
+    computed again.
     """
     for name, state in (("src", src), ("dst", dst)):
         instance(name, state, Tensor, "a tensor")
@@ -56,11 +58,28 @@ def migrate_pending(
                 f"{name} is {tuple(state.shape)} of {state.dtype}, expected (blocks, rows, "
                 "2 * row) of torch.float32"
             )
+        require_resolved(name, state)
+        require_whole(name, state)
     if src.shape[2] != dst.shape[2]:
         raise InvalidArgumentError(
             f"rows of src have {src.shape[2]} numbers, expected {dst.shape[2]} as those of dst"
         )
-    rows = src[src_rows // src.shape[1], src_rows % src.shape[1]]
+    places = []
+    for name, given, state in (("src_rows", src_rows, src), ("dst_rows", dst_rows, dst)):
+        places.append(_whole_numbers(name, given, state.shape[0] * state.shape[1]))
+    at_src, at_dst = places
+    positions = _whole_numbers("positions", positions, 2**31)
+    if not len(at_src) == len(at_dst) == len(positions):
+        raise InvalidArgumentError(
+            f"src_rows, dst_rows and positions have {len(at_src)}, {len(at_dst)} and "
+            f"{len(positions)} numbers, expected as many of each: one of each token"
+        )
+    if len(set(at_dst.tolist())) < len(at_dst):
+        raise InvalidArgumentError(
+            f"dst_rows is {at_dst.tolist()}, expected a row for each token: two would overwrite "
+            "each other"
+        )
+    rows = src[at_src // src.shape[1], at_src % src.shape[1]]
     if src_has_ape != dst_has_ape:
         half = src.shape[2] // 2
         if ape is None:
@@ -72,9 +91,27 @@ def migrate_pending(
             raise InvalidArgumentError(
                 f"ape is {tuple(ape.shape)}, expected (ratio, {half}), as wide as the scores"
             )
+        require_whole("ape", ape)
         bias = ape[positions % ape.shape[0]].float()
         rows[:, half:] += bias if dst_has_ape else -bias
-    dst[dst_rows // dst.shape[1], dst_rows % dst.shape[1]] = rows
+    dst[at_dst // dst.shape[1], at_dst % dst.shape[1]] = rows
+
+
+def _whole_numbers(name: str, given: Tensor, end: int) -> Tensor:
+    """`given` if it is (n,) integers from 0 to `end` - 1: an index of torch takes others, too.
+
+    Raises InvalidArgumentError, OutOfRangeError.
+    """
+    instance(name, given, Tensor, "a tensor")
+    if given.dim() != 1 or given.dtype not in (torch.int64, torch.int32):
+        raise InvalidArgumentError(
+            f"{name} is {tuple(given.shape)} of {given.dtype}, expected (n,) of torch.int64"
+        )
+    require_whole(name, given)
+    given = given.long()  # an int32 compares with 2^31 as with -2^31
+    for i in torch.nonzero((given < 0) | (given >= end)).flatten().tolist():
+        raise OutOfRangeError(f"{name}[{i}] is {int(given[i])}, expected 0 to {end - 1}")
+    return given
 
 
 def pending_to_tails(

@@ -20,7 +20,7 @@ from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.stores.pieces import Group, Piece, Range, cut, groups_of, runs_of
 from kvx_core.stores.record import Form, Head
 
-_MAX_FILE_BYTES = 1 << 36
+_MAX_FILE_BYTES = 1 << 33
 _MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers
 
 

@@ -49,10 +49,9 @@ class Finder:
         """
         key = key_of(parent, ids) if key is None else key
         if isinstance(self.entries, Known):
-            if not self.kinds.are_known and not self.kinds.asked():
-                raise Unknown
             found = self._longest(parent, ids, at_least, key)
-            if found.shared < len(ids) and not self.kinds.are_known:
+            lately = self.kinds.listed_within(self.entries.index.fresh_seconds)
+            if found.shared < len(ids) and not lately:  # there may be other kinds now
                 raise Unknown
             return found
         seen = self.kinds.all

@@ -39,6 +39,7 @@ FORMAT = 3
 MAX_KIND_BYTES = 1 << 20
 MAX_TOKENS = 1 << 16  # of a file
 _MAX_LAYOUTS = 256  # that a kind remembers
+_MAX_PIECES = 1 << 15  # of these together
 _MAX_FINGERPRINTS = 16  # and parts of headers
 _MAX_EXTENT = 1 << 31
 _MAX_TOKEN_BYTES = 1 << 26  # of a token in all tensors, and of what does not grow with tokens
@@ -246,7 +247,8 @@ class Kind:
                 signed=self.keyed,
                 encrypted=self.encrypted,
             )
-            if len(self._layouts) >= _MAX_LAYOUTS:
+            num_pieces = sum(len(one.pieces) for one in (found, *self._layouts.values()))
+            if len(self._layouts) >= _MAX_LAYOUTS or num_pieces > _MAX_PIECES:
                 self._layouts.clear()
             self._layouts[num_tokens] = found
         return found

@@ -22,7 +22,9 @@ from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 _MOST = 256  # kinds of a space
-_LISTED_SECONDS = 1.0  # for so long a listing counts where nobody has missed anything
+_MOST_BYTES = 16 << 20  # of their records, in all spaces: parsed they take ten times as much
+_SHARED_BYTES = 1 << 16  # of a record that spaces share
+_REFUSED_SECONDS = 1.0  # for so long a kind that cannot be taken is not read again
 _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 _MOST_ASKED = 32  # files of one key that a lookup asks for
 
@@ -44,14 +46,17 @@ class Kinds:
         accept: Accept,
         clock: Callable[[], float] = time.monotonic,
         reader: object = None,
+        has_room: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
-        """demand: the precision of each layer of the reader's cache
-        reader: the same for all spaces of one; what is found of its caches is kept with it
+        """demand:   the precision of each layer of the reader's cache
+        reader:   the same for all spaces of one; what is found of its caches is kept with it
+        has_room: whether so many bytes of records may be kept, in all spaces together
         """
         self.record, self.reader = record, reader or object()
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
-        self._clock = clock
+        self._clock, self._has_room = clock, has_room
+        self.num_bytes = 0  # of records that others have written
         self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
         self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
@@ -70,10 +75,9 @@ class Kinds:
         """The first of these that together hold all layers and heads; none: these do not."""
         return self._cover
 
-    @property
-    def are_known(self) -> bool:
-        """Whether the folder of kinds was listed less than a second ago."""
-        return self._clock() - self._listed < _LISTED_SECONDS
+    def listed_within(self, seconds: float) -> bool:
+        """Whether the folder of kinds was listed so lately."""
+        return self._clock() - self._listed < seconds
 
     @property
     def all(self) -> tuple[Kind, ...]:
@@ -103,16 +107,21 @@ class Kinds:
         kind = None
         with suppress(StoreError):
             raw = self._blobs.read(name, MAX_BYTES)
-            if raw is not None and self._secrets.check(name, raw, self._mac):
+            if (
+                raw is not None
+                and self._has_room(len(raw))
+                and self._secrets.check(name, raw, self._mac)
+            ):
                 kind = _parsed(raw, id)
         with self._lock:
             if kind is not None and len(self._kinds) < _MOST and self._fits(kind):
                 self._kinds[id] = kind
+                self.num_bytes += len(kind.text)
                 self._rank()
             else:
                 if len(self._refused) >= _MOST:
                     self._refused.clear()
-                self._refused[id] = self._clock() + _LISTED_SECONDS
+                self._refused[id] = self._clock() + _REFUSED_SECONDS
         return self._kinds.get(id)
 
     def covered(self, kinds: Iterable[Kind]) -> tuple[bool, list[Kind]]:
@@ -222,17 +231,21 @@ class Kinds:
         def write(file: BinaryIO) -> None:
             file.write(raw)
 
-        try:
-            found = self._blobs.read(name, len(raw))
-        except CorruptError:  # it is longer
-            found = b""
+        found = self._read(name, len(raw))
         if found is None:
             self._blobs.put(name, write)
         elif found != raw:
             self._blobs.replace(name, write)
 
     def _mac(self, name: str) -> bytes | None:
-        return self._blobs.read(name, 64)
+        return self._read(name, 64)
+
+    def _read(self, name: str, most_bytes: int) -> bytes | None:
+        """A record; None: there is none. Raises StoreError."""
+        try:
+            return self._blobs.read(name, most_bytes)
+        except CorruptError:  # it is longer than it should be
+            return b""
 
     # ---- which are taken, in which order ----
 
@@ -279,8 +292,15 @@ class Spaces:
     def kinds(self, record: SpaceRecord) -> Kinds:
         """The kinds of a space, for all who ask."""
         blobs, secrets, demand, accept = self._arguments
-        new = Kinds(blobs, secrets, record, demand, accept, reader=self._reader)
+        new = Kinds(
+            blobs, secrets, record, demand, accept, reader=self._reader, has_room=self._has_room
+        )
         return self._known.setdefault(record.name, new)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return (
+            num_bytes + sum(kinds.num_bytes for kinds in list(self._known.values())) < _MOST_BYTES
+        )
 
     def ids(self, space: str) -> Iterable[str]:
         """What files of a space may be of."""
@@ -309,6 +329,11 @@ def _adds(kind: Kind, held: Held) -> bool:
     return adds
 
 
-@lru_cache(maxsize=256)  # spaces of one model have the same kinds
-def _parsed(raw: bytes, id: str) -> Kind:
+@lru_cache(maxsize=256)
+def _shared(raw: bytes, id: str) -> Kind:
     return Kind.parse(raw, id)
+
+
+def _parsed(raw: bytes, id: str) -> Kind:
+    """Spaces of one model have the same kinds."""
+    return _shared(raw, id) if len(raw) <= _SHARED_BYTES else Kind.parse(raw, id)

@@ -57,6 +57,8 @@ from kvx_core.stores.walk import Walk
 from kvx_core.types import DType
 from kvx_core.words import instance, int64, int64s, integer, items, takes
 
+_LISTED_SECONDS = 1.0  # that writers take a list of kinds for right
+
 
 class PrefixStore:
     """Keys and values of token prefixes of one model. Threads and processes may share a store.
@@ -318,7 +320,7 @@ class PrefixStore:
             has = self._entries.is_there(name)
             return has and not self._entries.has_other_keys(name, kind, len(ids))
 
-        if not from_memory and not self._kinds.are_known:
+        if not from_memory and not self._kinds.listed_within(_LISTED_SECONDS):
             self._kinds.refresh()
         return not self._kinds.hold(held, heads, self.carried, is_there)
 
@@ -384,12 +386,10 @@ class PrefixStore:
 
     def _at_most(self, sections: Iterable[Section]) -> Precisions:
         """The precision that what is captured counts as at most, whatever its sections say."""
-        carried = self.carried
+        carried, each = self.carried, enumerate(self._own)
         unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
-        if not unsaid:
-            return carried
-        of_layer = enumerate(self._own)
-        return tuple(carried.meet(own) if i in unsaid else carried for i, own in of_layer)
+        known = tuple(carried.meet(own) if i in unsaid else carried for i, own in each)
+        return known if unsaid else carried
 
     @takes(sections=arguments.SECTIONS)
     def would_write(self, sections: Sequence[Section]) -> Kind:

@@ -6,6 +6,7 @@ the other.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from tests.engines.engine import FINGERPRINT
 from tests.engines.live import hop, live
 from tests.engines.tiny_model import tiny
 from tests.engines.windows_model import windowed
+from tests.ways_out import WayOut, leads_out
 
 COUNT = 12
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "IQ4_NL", "Q5_0", "Q5_1")
@@ -486,3 +488,90 @@ def test_a_context_that_is_gone_is_refused() -> None:
     context.close()
     with pytest.raises(InvalidArgumentError, match="src is out of date: llama_free has freed the"):
         migrate(span, home.view(), [6])
+
+
+# ---- ways out ----
+
+
+def described(k: Any, v: Any, *, transposed: bool = False) -> None:
+    llama_cpp.cache_desc(k, v, num_kv_heads=4, v_transposed=transposed)
+
+
+@functools.cache
+def held(dtype: str = "F32") -> Context:
+    """A context with 6 tokens."""
+    context = Context(tiny(), k_dtype=dtype, flash_attention=dtype != "F32")
+    context.run([0] * 6)
+    return context
+
+
+@functools.cache
+def state(num_tokens: int, *, windows: bool = False) -> bytes:
+    """The state of a sequence of so many tokens."""
+    context = Context(windowed(), architecture="olmo2") if windows else Context(tiny())
+    if num_tokens:
+        context.run(tiny_model.prompt(num_tokens))
+    return context.state()
+
+
+def span_of(num_tokens: int) -> None:
+    (cells,) = llama_cpp.State.read(state(num_tokens), num_kv_heads=2).caches
+    cells.span(held().facts())
+
+
+F32, WHOLE = tensor(0, 128), llama_cpp.Rotation(64, 64)
+WAYS_OUT = [
+    WayOut(
+        "as k.ne gives them: pass the cache's own tensor, not a view of it (view_src)",
+        lambda: described(tensor(0, 128, nb=[4, 1024, 4096, 0]), F32),
+        lambda: described(tensor(0, 128), F32),
+    ),
+    WayOut(
+        "make the context with flash attention, which a quantized V needs",
+        lambda: described(tensor(8, 128), tensor(8, 128), transposed=True),
+        lambda: described(tensor(8, 128), tensor(8, 128)),
+    ),
+    WayOut(
+        "Make the context with one of these as type_k and type_v",
+        lambda: described(tensor(12, 128), F32),
+        lambda: [described(tensor(number, 128), F32) for number in (0, 8)],
+    ),
+    WayOut(
+        "Take both from the same graph",
+        lambda: llama_cpp.v_transposed(5, 7),
+        lambda: [llama_cpp.v_transposed(5, n) for n in (5, 5 * 128)],
+    ),
+    WayOut(
+        "expected the same of both. Where nothing is rotated, call kvx_core.migrate",
+        lambda: llama_cpp.migrate_rotated(held().span(), held().span(), [6], WHOLE),
+        lambda: migrate(held().span(), prefilled(7).view(), [6]),
+    ),
+    WayOut(
+        "expected the same of both. Pass the rotation of that cache",
+        lambda: llama_cpp.unrotated(held("Q8_0").span(), [6], WHOLE),
+        lambda: llama_cpp.unrotated(held("Q8_0").span(), [6], held("Q8_0").rotation),
+    ),
+    WayOut(
+        "expected a Rotation: call llama_cpp.rotation",
+        lambda: facts(rotation=64),
+        lambda: facts(
+            rotation=llama_cpp.rotation("F16", "Q4_0", k_head_dim=64, v_head_dim=64),
+            v_dtype="Q4_0",
+        ),
+    ),
+    WayOut(
+        "expected at least one. Take it after llama_decode",
+        lambda: span_of(0),
+        lambda: span_of(3),
+    ),
+    WayOut(
+        "A model with sliding windows has two caches: num_caches=2",
+        lambda: llama_cpp.State.read(state(40, windows=True), num_kv_heads=2),
+        lambda: llama_cpp.State.read(state(40, windows=True), num_kv_heads=2, num_caches=2),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)

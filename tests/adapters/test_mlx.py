@@ -41,6 +41,7 @@ from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back, hop
 from tests.engines.tiny_model import tiny
+from tests.ways_out import WayOut, leads_out
 
 COUNT = 12
 HEADS, DIM = tiny_model.NUM_KV_HEADS, tiny_model.HEAD_DIM
@@ -608,3 +609,130 @@ def test_the_page() -> None:
     source, cache = prefilled(100).view(), [KVCache() for _ in range(tiny_model.NUM_LAYERS)]
     names = Document("mlx.md").run({"source": source, "cache": cache})
     assert verify(source, adapter.span(cache, names["facts"]), [99]).ok
+
+
+# ---- ways out ----
+
+ROOM: dict[str, Any] = {"batch_size": 1, "num_tokens": 5, "num_kv_heads": HEADS, "head_dim": DIM}
+
+
+def viewed(*layers: Any) -> None:
+    adapter.cache_view(layers, facts(tiny()))
+
+
+def spanned(*layers: Any, first: int | None = None) -> None:
+    adapter.span(layers, facts(tiny()), first=first)
+
+
+def zeros(num_rows: int = 1) -> tuple[Any, Any]:
+    return mx.zeros((num_rows, HEADS, 5, DIM)), mx.zeros((num_rows, HEADS, 5, DIM))
+
+
+def run(layer: Any, num_rows: int = 1) -> Any:
+    """A layer that a model has put 5 tokens into."""
+    layer.update_and_fetch(*zeros(num_rows))
+    return layer
+
+
+def reserved(layer: Any) -> Any:
+    adapter.reserve([layer], **ROOM)
+    return layer
+
+
+def with_state(layer: Any, *state: Any) -> Any:
+    layer.state = state
+    return layer
+
+
+def of_keys(keys: Any) -> Any:
+    layer = run(KVCache())
+    layer.keys = keys
+    return layer
+
+
+def padded(*, finalized: bool) -> Any:
+    (layer,) = right_padded([5, 3])
+    if finalized:
+        layer.finalize()
+    return layer
+
+
+def of_eight_bits(bits: int) -> Any:
+    return run(QuantizedKVCache(64, bits))
+
+
+def dequantized(layer: Any) -> Any:
+    halves = (mx.dequantize(*half, layer.group_size, layer.bits) for half in layer.state[:2])
+    return KVCache.from_state((*halves, layer.offset))
+
+
+COUNTS_OF_A_RING = 5, 0, 8, 5  # offset, keep, max_size, _idx
+REPEATED = mx.broadcast_to(mx.array(1.0), (1, HEADS, 256, DIM))
+WAYS_OUT = [
+    WayOut(
+        "tokens of others lie elsewhere. Give the layers of one class at a time",
+        lambda: viewed(run(KVCache()), run(ChunkedKVCache(8))),
+        lambda: [viewed(run(KVCache())), viewed(run(ChunkedKVCache(8)))],
+    ),
+    WayOut(
+        "Call reserve(cache, ...) or run the model once",
+        lambda: viewed(KVCache()),
+        lambda: [viewed(reserved(KVCache())), viewed(run(KVCache()))],
+    ),
+    WayOut(
+        "its rows begin at left_padding",
+        lambda: spanned(run(BatchKVCache([0, 2]), 2), first=1),
+        lambda: spanned(run(BatchKVCache([0, 2]), 2)),
+    ),
+    WayOut(
+        "each row has tokens of its own. Use span and seq_lens",
+        lambda: adapter.positions(run(BatchKVCache([0, 2]), 2)),
+        lambda: [
+            spanned(run(BatchKVCache([0, 2]), 2)),
+            adapter.seq_lens([run(BatchKVCache([0, 2]), 2)]),
+        ],
+    ),
+    WayOut(
+        "Set its state to arrays of mx.zeros, or run any prompt of as many tokens",
+        lambda: reserved(RotatingKVCache(8)),
+        lambda: [
+            spanned(with_state(RotatingKVCache(8), *zeros(), *COUNTS_OF_A_RING)),
+            spanned(run(RotatingKVCache(8))),
+        ],
+    ),
+    WayOut(
+        "Set its state to arrays of mx.zeros, or run any prompt of as many tokens",
+        lambda: reserved(BatchKVCache([0])),
+        lambda: [
+            spanned(with_state(BatchKVCache([0]), *zeros(), mx.array([5]), mx.array([0]), 5)),
+            spanned(run(BatchKVCache([0]))),
+        ],
+    ),
+    WayOut(
+        "holds 5 tokens, expected none. Pass a new one",
+        lambda: reserved(run(KVCache())),
+        lambda: reserved(KVCache()),
+    ),
+    WayOut(
+        "Use QuantizedKVCache(bits=8), or mx.dequantize into a KVCache",
+        lambda: viewed(of_eight_bits(4)),
+        lambda: [viewed(of_eight_bits(8)), viewed(dequantized(of_eight_bits(4)))],
+    ),
+    WayOut(
+        "the array repeats its memory. Make it with mx.zeros, or mx.contiguous, and evaluate it",
+        lambda: viewed(of_keys(REPEATED)),
+        lambda: [
+            viewed(of_keys(keys)) for keys in (mx.zeros(REPEATED.shape), mx.contiguous(REPEATED))
+        ],
+    ),
+    WayOut(
+        "expected None. Call finalize() of all layers first",
+        lambda: viewed(padded(finalized=False)),
+        lambda: viewed(padded(finalized=True)),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)

@@ -26,6 +26,7 @@ from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back
 from tests.engines.tiny_model import tiny
+from tests.ways_out import WayOut, leads_out
 
 COUNT = 12
 K0 = "past_key_values.0.key"
@@ -217,3 +218,62 @@ def prefilled() -> CacheSpan:
     hf = HF(tiny())
     hf.prefill(tiny_model.prompt(99))
     return hf.view()
+
+
+# ---- ways out ----
+
+
+def bound(**changes: Any) -> None:
+    adapter.bind(session(tiny()).io_binding(), session(tiny()), buffers(**changes))
+
+
+def of_kind(kind: str, *shape: Any) -> Any:
+    """A session of one layer whose keys and values are such inputs."""
+    return of(*((f"past_key_values.0.{half}", kind, list(shape)) for half in ("key", "value")))
+
+
+def own(like: Any, dtype: torch.dtype) -> None:
+    """Buffers that the caller has allocated."""
+    made = {name: torch.zeros(1, 2, 8, 64, dtype=dtype) for name in adapter.past_inputs(like)}
+    adapter.cache_view(like, made, facts(tiny()), holds=None)
+
+
+def reserved(like: Any) -> None:
+    adapter.reserve(like, batch_size=1, num_tokens=8)
+
+
+ROWS = "batch", 2, "room", 64
+WAYS_OUT = [
+    WayOut(
+        "onnxruntime knows no strides. Allocate it anew, see reserve",
+        lambda: bound(**{K0: torch.zeros(1, 8, 2, 64).transpose(1, 2)}),
+        bound,
+    ),
+    WayOut(
+        "leaves its heads or head_dim to the run, expected numbers. Allocate the buffers",
+        lambda: reserved(of_kind("tensor(float)", "batch", "heads", "room", "dim")),
+        lambda: own(of_kind("tensor(float)", "batch", "heads", "room", "dim"), torch.float32),
+    ),
+    WayOut(
+        "Allocate tensors of torch, (batch, num_kv_heads, num_tokens, head_dim)",
+        lambda: reserved(of_kind("tensor(bfloat16)", *ROWS)),
+        lambda: own(of_kind("tensor(bfloat16)", *ROWS), torch.bfloat16),
+    ),
+    WayOut(
+        "the scales of a quantized cache are not in it. Export the model with a float cache",
+        lambda: adapter.past_inputs(of_kind("tensor(int8)", *ROWS)),
+        lambda: [
+            adapter.past_inputs(of_kind(f"tensor({kind})", *ROWS)) for kind in ("float", "float16")
+        ],
+    ),
+    WayOut(
+        "expected one for each past input of the session. See reserve",
+        lambda: adapter.cache_view(session(tiny()), {}, facts(tiny()), holds=None),
+        lambda: adapter.cache_view(session(tiny()), buffers(), facts(tiny()), holds=None),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)

@@ -32,6 +32,7 @@ from tests.documents import Document
 from tests.engines import tiny_model
 from tests.engines.live import check_alone_and_zeros, check_there_and_back
 from tests.engines.tiny_model import tiny
+from tests.ways_out import WayOut, leads_out
 
 COUNT = 12
 
@@ -386,3 +387,71 @@ def test_the_page() -> None:
     source = prefilled(100).view()
     names = Document("openvino.md").run({"source": source, "compiled": compiled(tiny(), "f32")})
     assert verify(source, names["view"].at([[5, 2, 7, 0]]), [99]).ok
+
+
+# ---- ways out ----
+
+
+def viewed(engine: Live, pools: Any) -> None:
+    adapter.cache_view(engine.compiled, pools, engine.view().view.facts, requests=())
+
+
+def with_another_tensor(*, described: bool) -> None:
+    """A request is given other memory than the pool that was described."""
+    engine, dst = Live(tiny()), HF(tiny())
+    dst.reserve(4)
+    engine.prefill(tiny_model.prompt(4))
+    other = np.zeros_like(engine.pools["value_cache.3"])
+    engine._request.set_tensor("value_cache.3", ov.Tensor(other, shared_memory=True))
+    src = engine.view()
+    if described:
+        pools = {name: engine._request.get_tensor(name).data for name in engine.pools}
+        facts, requests = src.view.facts, [engine._request]
+        view = adapter.cache_view(engine.compiled, pools, facts, requests=requests)
+        src = view.at([engine.blocks])
+    migrate(src, dst.view(), [4])
+
+
+def span_of_the_last_run(*, again: bool) -> None:
+    engine, dst = Live(tiny()), HF(tiny())
+    dst.reserve(5)
+    engine.prefill(tiny_model.prompt(5))
+    span = adapter.span(engine.view().view, engine._request)
+    engine.decode(1, after=3)
+    if again:
+        span = adapter.span(engine.view().view, engine._request)
+    migrate(span, dst.view(), [5])
+
+
+WAYS_OUT = [
+    WayOut(
+        "Apply paged_attention_transformation before compile_model",
+        lambda: adapter.cache_inputs(SimpleNamespace(inputs=[])),
+        lambda: adapter.cache_inputs(compiled(tiny(), "f32")),
+    ),
+    WayOut(
+        "expected one of f32, f16, bf16, u8. Compile the model with such a KV_CACHE_PRECISION",
+        lambda: adapter.cache_inputs(model_of(ov.Type.u4, [-1, 2, 32, 64])),
+        lambda: [adapter.cache_inputs(compiled(tiny(), name)) for name in ("f32", "f16", "u8")],
+    ),
+    WayOut(
+        "expected one for each cache input of the model. See reserve",
+        lambda: viewed(Live(tiny()), {}),
+        lambda: viewed(Live(tiny()), adapter.reserve(Live(tiny()).compiled, 4)),
+    ),
+    WayOut(
+        "Call cache_view with the memory of its tensors",
+        lambda: with_another_tensor(described=False),
+        lambda: with_another_tensor(described=True),
+    ),
+    WayOut(
+        "it has run again, or will. Make a span after the run",
+        lambda: span_of_the_last_run(again=False),
+        lambda: span_of_the_last_run(again=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)

@@ -4,7 +4,9 @@ and the other way round.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +47,7 @@ from tests.sglang_pools import (
     store,
     windows,
 )
+from tests.ways_out import WayOut, leads_out
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 LENGTHS = [37, 1, 16, 0]
@@ -484,3 +487,170 @@ def test_block_tables_are_those_of_kvx() -> None:
     requests = Requests([20], page=16, pages=7, seed=1)
     table = sglang.block_table(requests.table, requests.rows, [20], page_size=16)
     assert isinstance(table, BlockTable)
+
+
+# ---- ways out ----
+
+
+def with_field(name: str, value: Any) -> None:
+    """A pool that says something else of itself."""
+    pool = mha()
+    setattr(pool, name, value)
+    view_of(pool)
+
+
+def replaced(*, again: bool) -> None:
+    """The engine has moved the buffers of a pool that has been described."""
+    pool = mha()
+    view = view_of(pool)
+    pool.k_buffer = [tensor.clone() for tensor in pool.k_buffer]
+    src = view_of(pool) if again else view
+    migrate(src.at(slots=[20]), view_of(mha()).at(slots=[20]), [1])
+
+
+def freed(*, other: bool) -> None:
+    pool = mha()
+    pool._clear_buffers()
+    view_of(mha() if other else pool)
+
+
+def of_size(size: int) -> None:
+    view_of(
+        wheel.device.MHATokenToKVPool(
+            size=size,
+            page_size=16,
+            dtype=torch.float16,
+            head_num=1,
+            head_dim=80,
+            layer_num=1,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+    )
+
+
+def paged_by(page: int, *, count: int = 20, row: int | None = None) -> None:
+    """A table of a request of 20 tokens in pages of 16."""
+    requests = Requests([20], page=16, pages=7, seed=1)
+    rows = requests.rows if row is None else [row]
+    sglang.block_table(requests.table, rows, [count], page_size=page)
+
+
+def by_slots() -> None:
+    requests = Requests([20], page=16, pages=7, seed=1)
+    slots = sglang.request_slots(requests.table, requests.rows, [20])
+    migrate(view_of(mha()).at(slots=slots), view_of(mha()).at(slots=slots), [20])
+
+
+def of_fp8(**scales: Any) -> None:
+    view_of(mha(dtype=torch.float8_e4m3fn), **scales)
+
+
+def in_a_window(*, registered: bool = True, first: int = 11) -> None:
+    """Slots in the sliding layers of the tokens of 23 that a window of 12 still has."""
+    pool, requests = windows(), Requests([23], page=5, pages=12, seed=1)
+    if registered:
+        mapping = torch.zeros(66, dtype=torch.int64)
+        mapping[requests.all_slots[11:]] = torch.arange(5, 17)
+        pool.register_mapping(mapping)
+    _, sliding = sglang.layer_groups(pool, SAME_MODEL, window=12)
+    sliding.slots(sglang.request_slots(requests.table, requests.rows, [23], starts=[first]))
+
+
+WAYS_OUT = [
+    WayOut(
+        "expected where they were described. Call cache_view again",
+        lambda: replaced(again=False),
+        lambda: replaced(again=True),
+    ),
+    WayOut(
+        "the pool has freed its buffers. Describe the pool that the engine uses now",
+        lambda: freed(other=False),
+        lambda: freed(other=True),
+    ),
+    WayOut(
+        "its last page is cut off. Make size a multiple of 16, as SGLang's server does",
+        lambda: of_size(50),
+        lambda: of_size(64),
+    ),
+    WayOut(
+        "of its page of 12 tokens. Give the page_size of the pool, or move by slots: request_slots",
+        lambda: paged_by(12),
+        lambda: [paged_by(16), by_slots()],
+    ),
+    WayOut(
+        "slot 0 is that of padded tokens. Give rows that are allocated, and lengths up to the "
+        "tokens that they hold",
+        lambda: paged_by(16, count=21),
+        lambda: paged_by(16, count=20),
+    ),
+    WayOut(
+        "Choose another --kv-cache-dtype",
+        lambda: with_field("dtype", torch.float8_e4m3fnuz),
+        lambda: [view_of(mha(dtype=dtype)) for dtype in FLOATS],
+    ),
+    WayOut(
+        "the tokens of V are split, too. Set SGLANG_AITER_KV_CACHE_LAYOUT=nhd",
+        lambda: with_field("kv_cache_layout", "vectorized_5d"),
+        lambda: with_field("kv_cache_layout", "nhd"),
+    ),
+    WayOut(
+        "Choose --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2, and no DSA with FP8",
+        lambda: with_field("quant_method", object()),
+        lambda: [
+            view_of(mha()),
+            *(
+                view_of(mha(dtype=dtype), k_scales=[None, None], v_scales=[None, None])
+                for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+            ),
+        ],
+    ),
+    WayOut(
+        "only a part of its addresses has memory. Start SGLang with "
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0",
+        lambda: with_field("post_capture_active", True),
+        lambda: with_field("post_capture_active", False),
+    ),
+    WayOut(
+        "its RadixAttention's k_scale, which may be None",
+        of_fp8,
+        lambda: of_fp8(k_scales=[None, torch.tensor(0.5)], v_scales=[None, 2.0]),
+    ),
+    WayOut(
+        "Of SWAKVPool and HybridLinearKVPool use layer_groups",
+        lambda: view_of(windows()),
+        lambda: sglang.layer_groups(windows(), SAME_MODEL, window=12),
+    ),
+    WayOut(
+        "expected the tokens of the sliding layers: the model's sliding_window_size",
+        lambda: sglang.layer_groups(windows(), SAME_MODEL),
+        lambda: sglang.layer_groups(windows(), SAME_MODEL, window=12),
+    ),
+    WayOut(
+        "Make the SWATokenToKVPoolAllocator first: it calls register_mapping",
+        lambda: in_a_window(registered=False),
+        in_a_window,
+    ),
+    WayOut(
+        "Give the last 12 tokens of each request: request_slots(..., starts=...)",
+        lambda: in_a_window(first=0),
+        lambda: in_a_window(first=23 - 12),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)
+
+
+def test_settings_that_ways_out_name_are_sglangs() -> None:
+    """By name, in the wheel's own list of variables and arguments; a pool follows the first."""
+    for name in ("SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"):
+        assert hasattr(wheel.envs, name)
+    folder = Path(sys.modules["sglang"].__path__[0]) / "srt/arg_groups/fields"
+    fields = "".join(path.read_text() for path in folder.glob("*.py"))
+    for name in ("kv_cache_dtype", "enable_linear_replayssm", "enable_linear_replayssm_spec"):
+        assert f"    {name}: A[" in fields
+    for choice in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        assert f'"{choice}",' in fields

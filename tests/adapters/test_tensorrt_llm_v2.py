@@ -32,6 +32,7 @@ from tests.adapters.tensorrt_llm_ends import (
     store,
 )
 from tests.fakes.tensorrt_llm import KvCacheManager, KvCacheManagerV2
+from tests.ways_out import WayOut, leads_out
 
 Manager = KvCacheManagerV2
 
@@ -393,7 +394,8 @@ Buffers = list[Tensor]
         ),
         (
             lambda b: [part.contiguous() for part in b],
-            r"^buffers\[0\].shape\[0\] is 23, expected 69 pages of 23 slots \(KVCacheManagerV2\)$",
+            r"^buffers\[0\].shape\[0\] is 23, expected 69 pages of 23 slots \(KVCacheManagerV2\): "
+            r"give the layers of one pool, in its order$",
         ),
     ],
 )
@@ -477,3 +479,107 @@ def test_ids_say_nothing_where_blocks_are_offloaded() -> None:
         r"an id is not a place in memory. Use block_table$",
     ):
         trt.id_table([[1, 2]], spec)
+
+
+# ---- ways out ----
+
+
+def with_other_buffers(view: Callable[[Manager, PoolSpec, int], CacheView]) -> None:
+    """A pool whose slots hold an index key beside K and V of each layer."""
+    manager = KvCacheManagerV2(config(), 2, extra_buffers=1)
+    (spec,) = trt.pool_specs(
+        torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32),
+        num_blocks=manager.num_slots,
+        tokens_per_block=8,
+        num_kv_heads_per_layer=[3, 3, 3],
+        head_dim=20,
+        dtype="BF16",
+        index_scales=manager.index_scales,
+    )
+    view(manager, spec, 0)
+
+
+def of_buffers(kv_layout: str, *, order: Sequence[int] = (0, 1, 2)) -> None:
+    manager = KvCacheManagerV2(config())
+    (spec,) = v2_specs(manager)
+    trt.buffer_view(spec, [manager.get_buffers(i, kv_layout) for i in order], FACTS)
+
+
+def whole(pool: Tensor) -> None:
+    (spec,) = specs_of(KvCacheManager(WORKED_EXAMPLE))
+    trt.cache_desc(spec, 0, pool)
+
+
+def of_pages(table: Callable[[list[list[int]], PoolSpec], BlockTable]) -> None:
+    table([[6, 3], [5]], specs_of(KvCacheManager(config()))[0])
+
+
+def of_offloaded(*, by_ids: bool) -> None:
+    (spec,) = specs_of(KvCacheManager(config(blocks={4096: (9, 4)})))
+    if by_ids:
+        trt.id_table([[1, 2]], spec)
+    else:
+        trt.block_table(trt.block_offsets([[1, 2]], spec, max_blocks_per_seq=2)[None, 0], 0)
+
+
+def with_windows(windows: list[int | None]) -> None:
+    trt.pool_specs(
+        torch.tensor([[0, 0], [1, 0], [0, 1]], dtype=torch.int32),
+        num_blocks=[5, 6],
+        tokens_per_block=8,
+        num_kv_heads_per_layer=[4, 2, 4],
+        head_dim=20,
+        dtype="HALF",
+        max_attention_window_vec=windows,
+    )
+
+
+OFFSETS = torch.zeros(2, 6, 2, 8, dtype=torch.int32)
+POOL = torch.zeros(4, 2, 2, 2 * 32 * 64, dtype=torch.float16)
+WAYS_OUT = [
+    WayOut(
+        "other buffers lie between these. Use slot_view",
+        lambda: with_other_buffers(by_pointers),
+        lambda: with_other_buffers(by_slots),
+    ),
+    WayOut(
+        "reshapes whatever the attention backend has stored. Pass kv_layout='HND'",
+        lambda: of_buffers("NHD"),
+        lambda: of_buffers("HND"),
+    ),
+    WayOut(
+        "give the layers of one pool, in its order",
+        lambda: of_buffers("HND", order=(0, 2, 1)),
+        lambda: of_buffers("HND", order=(0, 1, 2)),
+    ),
+    WayOut(
+        "expected contiguous, as TensorRT-LLM allocates pools. Pass the whole pool",
+        lambda: whole(POOL.transpose(1, 2)),
+        lambda: whole(POOL),
+    ),
+    WayOut(
+        "expected contiguous. Pass the whole table, and rows without a step",
+        lambda: trt.block_table(OFFSETS[..., :4], 0, rows=slice(0, 6, 3)),
+        lambda: trt.block_table(OFFSETS, 0, rows=slice(0, 3)),
+    ),
+    WayOut(
+        "pages of one slot. Give block ids to id_table",
+        lambda: of_pages(trt.page_table),
+        lambda: of_pages(trt.id_table),
+    ),
+    WayOut(
+        "an id is not a place in memory. Use block_table",
+        lambda: of_offloaded(by_ids=True),
+        lambda: of_offloaded(by_ids=False),
+    ),
+    WayOut(
+        "KVCacheManagerV2 of main takes [pattern[i % len(pattern)] for i in pp_layers]",
+        lambda: with_windows([16, 32]),
+        lambda: with_windows([[16, 32][i % 2] for i in range(3)]),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvx_core import (
     write_kv,
 )
 from tests.facts import SAME_MODEL
+from tests.ways_out import WayOut, leads_out
 
 transformers = pytest.importorskip("transformers")
 
@@ -495,3 +497,208 @@ def test_angles_that_depend_on_the_length(saved: Path) -> None:
         UnsupportedError, match=f"expected at most max_position_embeddings, {length}"
     ):
         hf.model_record(model, saved, num_tokens=length + 1)
+
+
+# ---- ways out ----
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    fields: dict[str, Any] = {
+        "Llama": {},
+        "Mistral": {"sliding_window": 8},
+        "Qwen2": {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    }
+    return make_model(name, **fields[name])
+
+
+def made(name: str = "Llama", num_tokens: int = 0, *, static: int = 0, config: bool = True) -> Any:
+    """A cache that holds so many tokens of a model.
+
+    static: room of a StaticCache; 0: a DynamicCache, made with the model's config or without
+    """
+    like = model_of(name)
+    if static:
+        cache = transformers.StaticCache(config=like.config, max_cache_len=static)
+    else:
+        cache = transformers.DynamicCache(**({"config": like.config} if config else {}))
+    if num_tokens:
+        with torch.inference_mode():
+            like(torch.arange(num_tokens)[None] % 97, past_key_values=cache)
+    return cache
+
+
+def reserved(cache: Any, num_tokens: int = 5, name: str = "Llama") -> Any:
+    hf.reserve(cache, model_of(name), batch_size=1, num_tokens=num_tokens)
+    return cache
+
+
+def masked(view: CacheView, num_tokens: int) -> None:
+    hf.padded_span(view, torch.ones(1, num_tokens, dtype=torch.long))
+
+
+def groups(cache: Any, name: str, *models: Any) -> Any:
+    return hf.layer_groups(cache, hf.cache_facts(model_of(name), fingerprint="f"), *models)
+
+
+def to_a_windowed(num_tokens: int) -> None:
+    """5 tokens of Mistral into another cache."""
+    (src,) = groups(made("Mistral", 5), "Mistral")
+    (dst,) = groups(reserved(made("Mistral"), num_tokens, "Mistral"), "Mistral")
+    src_span, dst_span, lens = hf.shared_spans(src, dst)
+    migrate(src_span, dst_span, lens)
+    assert verify(src_span, dst_span, lens)
+
+
+def after_a_pass(*, again: bool) -> None:
+    cache = made(num_tokens=3)
+    view, other = hf.cache_view(cache, SAME_MODEL), hf.cache_view(made(num_tokens=4), SAME_MODEL)
+    with torch.inference_mode():
+        model_of("Llama")(torch.tensor([[4]]), past_key_values=cache)
+    migrate(hf.cache_view(cache, SAME_MODEL) if again else view, other, [3])
+
+
+def after_crops(*, anew: bool) -> None:
+    cache = made("Mistral")
+    cache.activate_past_recording()
+    with torch.inference_mode():
+        model_of("Mistral")(torch.arange(12)[None], past_key_values=cache)
+        cache.crop(-1)
+        cache.crop(-1)
+    groups(made("Mistral", 10) if anew else cache, "Mistral")
+
+
+def encoder_decoder() -> Any:
+    return transformers.EncoderDecoderCache(made(num_tokens=3), made(num_tokens=4))
+
+
+def offloading(*, on: bool) -> None:
+    cache = transformers.DynamicCache(config=model_of("Llama").config)
+    cache.offloading = on
+    hf.cache_view(reserved(cache), CacheFacts())
+
+
+TORN = torch.tensor([[1, 0, 1]])
+NO_LAYERS = (
+    "cache has no layers, expected those of the model. Make it with config=model.config and call "
+    "reserve(cache, model, ...), or run the model once"
+)
+WAYS_OUT = [
+    WayOut(
+        "it holds the last tokens of a sequence only. Call layer_groups",
+        lambda: hf.cache_view(made("Mistral", 5), CacheFacts()),
+        lambda: groups(made("Mistral", 5), "Mistral"),
+    ),
+    WayOut(
+        "layer.keys is empty, ... Call reserve(cache, model, ...) or run the model once",
+        lambda: hf.cache_view(made(), CacheFacts()),
+        lambda: [
+            hf.cache_view(cache, CacheFacts()) for cache in (reserved(made()), made(num_tokens=1))
+        ],
+    ),
+    WayOut(
+        "expected (1, 5): ... Pass that of the last forward pass",
+        lambda: masked(hf.cache_view(made(num_tokens=5), CacheFacts()), 4),
+        lambda: masked(hf.cache_view(made(num_tokens=5), CacheFacts()), 5),
+    ),
+    WayOut(
+        "pass self_attention_cache, and cross_attention_cache apart",
+        lambda: hf.cache_view(encoder_decoder(), CacheFacts()),
+        lambda: [
+            hf.cache_view(cache, CacheFacts())
+            for cache in (
+                encoder_decoder().self_attention_cache,
+                encoder_decoder().cross_attention_cache,
+            )
+        ],
+    ),
+    WayOut(
+        "no call says when a copy is complete. Make it without",
+        lambda: offloading(on=True),
+        lambda: offloading(on=False),
+    ),
+    WayOut(
+        NO_LAYERS,
+        lambda: hf.cache_view(made(config=False), CacheFacts()),
+        lambda: [
+            hf.cache_view(cache, CacheFacts())
+            for cache in (reserved(made()), made(num_tokens=1, config=False))
+        ],
+    ),
+    WayOut(
+        "expected the same layers. Make it with config=model.config",
+        lambda: reserved(transformers.DynamicCache(config=make_model(num_hidden_layers=2).config)),
+        lambda: reserved(made()),
+    ),
+    WayOut(
+        "cache holds 2 tokens, expected none. Pass a new one",
+        lambda: reserved(made(num_tokens=2)),
+        lambda: reserved(made()),
+    ),
+    WayOut(
+        "has room for 4 tokens, expected it for 5. Make it with max_cache_len=5 or more",
+        lambda: reserved(made(static=4)),
+        lambda: reserved(made(static=5)),
+    ),
+    WayOut(
+        "has 2 ones between 0 and 2, expected them in one piece. Use slot_mapping",
+        lambda: hf.padded_span(hf.cache_view(made(num_tokens=3), SAME_MODEL), TORN),
+        lambda: migrate(
+            hf.cache_view(made(num_tokens=3), SAME_MODEL).at(slots=hf.slot_mapping(TORN)),
+            hf.cache_view(reserved(made(), 2), SAME_MODEL),
+            [2],
+            new_positions=True,
+        ),
+    ),
+    WayOut(
+        "dst holds a sequence of 6 tokens, expected 5 as src: reserve(cache, model, num_tokens=5, "
+        "...)",
+        lambda: to_a_windowed(6),
+        lambda: to_a_windowed(5),
+    ),
+    WayOut(
+        "Call layer_groups(cache, facts, model)",
+        lambda: groups(made("Qwen2", 5, config=False), "Qwen2"),
+        lambda: groups(made("Qwen2", 5, config=False), "Qwen2", model_of("Qwen2")),
+    ),
+    WayOut(
+        "Give its own model",
+        lambda: groups(made(num_tokens=5), "Llama", make_model(num_hidden_layers=2)),
+        lambda: groups(made(num_tokens=5), "Llama", model_of("Llama")),
+    ),
+    WayOut(
+        "A DynamicCache replaces them in every forward pass: call cache_view again after it",
+        lambda: after_a_pass(again=False),
+        lambda: after_a_pass(again=True),
+    ),
+    WayOut(
+        "crops have dropped the others. Run the sequence anew",
+        lambda: after_crops(anew=False),
+        lambda: after_crops(anew=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)
+
+
+def test_a_record_is_of_the_rotary_parameters_that_a_model_was_loaded_with(saved: Path) -> None:
+    def record(*, loaded: bool) -> None:
+        theta = {"rope_theta": 5e5, "rope_type": "default"}
+        model = load(saved, **({"rope_parameters": theta} if loaded else {}))
+        model.config.rope_parameters["rope_theta"] = 5e5
+        hf.model_record(model, saved)
+
+    leads_out(
+        WayOut(
+            "that it should have: from_pretrained(directory, rope_parameters=...)",
+            lambda: record(loaded=False),
+            lambda: record(loaded=True),
+        )
+    )

@@ -223,6 +223,17 @@ def test_quantized_layers_are_refused() -> None:
         hf.cache_desc(layer)
 
 
+def test_a_prompt_is_quantized_after_it_has_moved(models: dict[str, Any]) -> None:
+    src, dst = (empty("dynamic", models["full"]) for _ in range(2))
+    run(models["full"], src, prompt(5))
+    hf.reserve(dst, models["full"], batch_size=1, num_tokens=5)
+    views = [hf.cache_view(cache, facts(models["full"])) for cache in (src, dst)]
+    migrate(*views, [5])
+    layer = Rounded()
+    layer.update(dst.layers[1].keys, dst.layers[1].values)
+    assert torch.equal(layer._quantized_keys, src.layers[1].keys.round().to(torch.int8))
+
+
 @pytest.mark.parametrize("describe_all", [hf.cache_view, hf.layer_groups])
 def test_what_is_no_cache_of_one_decoder(models: dict[str, Any], describe_all: Any) -> None:
     like = models["full"]
@@ -383,8 +394,13 @@ def test_paged_refusals(models: dict[str, Any]) -> None:
     found = [(g.view.facts.first_layer, g.view.facts.num_layers) for g in (full, windows)]
     assert found == [(1, 1), (None, 2)]  # layers 0 and 2 are no range
     assert full.span("a", [0], [5]).slots.token_count == 5
-    with pytest.raises(InvalidArgumentError, match=r"request 'b' has no blocks of the layers"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"request 'b' has no blocks .*: PagedAttentionCache\.can_store_request_tokens$",
+    ):
         full.span("b", [0], [5])
+    assert cache.can_store_request_tokens(RequestState("b", [1, 2, 3, 4, 5]), 5)
+    assert full.span("b", [0], [5]).slots.token_count == 5
     for group in (full, windows):
         with pytest.raises(InvalidArgumentError, match="room for 8 tokens, expected it for 9 from"):
             group.span("a", [0], [9])

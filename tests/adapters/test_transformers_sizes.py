@@ -15,7 +15,7 @@ import torch
 
 from kvx_adapters import transformers as hf
 from kvx_adapters.transformers.sizes import kv_layers, sizes_in_words, unsaid
-from kvx_core import UnsupportedError
+from kvx_core import CacheFacts, UnsupportedError
 from tests.adapters.test_transformers import make_model
 
 transformers = pytest.importorskip("transformers")
@@ -134,9 +134,48 @@ def test_models_with_caches_of_their_own(name: str) -> None:
         kv_layers(config)
     assert str(raised.value) == (
         f"config is of a model of type {name}, which keeps {unsaid(config)}: expected one that "
-        "keeps what its configuration says. Run the model once instead, to make its cache"
+        "keeps what its configuration says. It makes no cache of transformers' classes: run the "
+        "prompt in this model"
     )
     assert "xlstm" not in name or "state" in str(raised.value)
+
+
+def test_a_model_whose_sizes_are_in_its_code_is_run_once() -> None:
+    model = make_model(
+        "MiMoV2Flash",
+        num_hidden_layers=2,
+        moe_intermediate_size=16,
+        num_experts_per_tok=1,
+        n_routed_experts=2,
+        v_head_dim=8,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=8,
+        mlp_layer_types=["dense", "dense"],
+    )
+    cache = transformers.DynamicCache(config=model.config)
+    with pytest.raises(UnsupportedError, match=r"Run the model once instead, to make its cache$"):
+        hf.reserve(cache, model, batch_size=1, num_tokens=3)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 3, dtype=torch.long), past_key_values=cache)
+    found = [group.view.layers[0] for group in hf.layer_groups(cache, CacheFacts())]
+    assert [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in found] == [
+        (2, 16, 8),
+        (4, 16, 8),
+    ]
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_model_of_which_some_layers_keep_states_has_no_room(with_config: bool) -> None:
+    model = make_model("Lfm2", layer_types=["conv", "full_attention", "conv"])
+    cache = transformers.DynamicCache(**({"config": model.config} if with_config else {}))
+    with pytest.raises(UnsupportedError) as raised:
+        hf.reserve(cache, model, batch_size=1, num_tokens=3)
+    assert str(raised.value) == (
+        "Lfm2ForCausalLM has keys and values of tokens in the layers [1] alone, expected them in "
+        "all: the others keep states or an image's, for which a cache has no room before a prompt. "
+        "Run the prompt in this model"
+    )
+    assert cache.get_seq_length() == 0
 
 
 def test_latents_have_room() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_adapters.vllm import LayerSpec
+from kvx_adapters.vllm.pages import page_of
 from kvx_core import (
     DType,
     InvalidArgumentError,
@@ -48,6 +49,7 @@ from tests.fakes.vllm import (
     random_tokens,
     some_slots,
 )
+from tests.ways_out import WayOut, leads_out
 
 Views = Callable[[LayerSpec], tuple[Tensor, list[Tensor]]]
 
@@ -610,3 +612,98 @@ def test_an_engine_of_several_groups_is_refused(
         f"the engine has {count} KV cache groups, expected 1. Describe each group with "
         "group_view: every group has its own block table"
     )
+
+
+# ---- ways out ----
+
+
+def first_layer(like: LayerSpec, said: LayerSpec) -> None:
+    """A layer of a cache of one spec, described by another."""
+    vllm.cache_desc(by_permutation(like)[1][0], said)
+
+
+def of_fp8(scales: Any) -> None:
+    spec = make_spec("LBHNC", dtype=torch.uint8, kv_cache_dtype="fp8")
+    vllm.cache_view(by_permutation(spec)[1], spec, SAME_MODEL, k_scales=scales, v_scales=scales)
+
+
+def of_cpu(isa: str, dtype: torch.dtype) -> None:
+    spec = make_spec("LBHNC", backend="CPU_ATTN", isa=isa, block_size=32, dtype=dtype)
+    first_layer(spec, spec)
+
+
+def of_rocm(*, interleaved: bool) -> None:
+    spec = make_spec("BHLNC", backend="ROCM_ATTN", interleaved_v=interleaved, version="0.29.0")
+    page_of(spec)
+
+
+def on_a_cpu_with_amx(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ISA that vLLM's attention on such a CPU uses."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    found: str = cpu_attn._get_attn_isa(dtype, 32, 64)
+    return found
+
+
+WAYS_OUT = [
+    WayOut(
+        "for layout LBHNC with num_layers 3. Pass the resolved layout, KVCacheConfig."
+        "kv_cache_layout, and the layers of the KVCacheTensor",
+        lambda: first_layer(make_spec("BLNHC"), make_spec("LBHNC")),
+        lambda: first_layer(make_spec("BLNHC"), make_spec("BLNHC")),
+    ),
+    WayOut(
+        "for layout BLNHC with num_layers 1. Pass the resolved layout, KVCacheConfig."
+        "kv_cache_layout, and the layers of the KVCacheTensor",
+        lambda: first_layer(make_spec("BLNHC"), make_spec("BLNHC", num_layers=1)),
+        lambda: first_layer(make_spec("BLNHC"), make_spec("BLNHC", num_layers=3)),
+    ),
+    WayOut(
+        "all that CPU_ATTN of vllm 0.32.0 reads. Pass the resolved layout, "
+        "KVCacheConfig.kv_cache_layout",
+        lambda: first_layer(
+            make_spec("LBHNC"), make_spec("LBNHC", backend="CPU_ATTN", isa="vec", block_size=N)
+        ),
+        lambda: first_layer(
+            make_spec("LBHNC"), make_spec("LBHNC", backend="CPU_ATTN", isa="vec", block_size=N)
+        ),
+    ),
+    WayOut(
+        "expected one scale per layer of an FP8 cache. They are layer._k_scale, or 1.0",
+        lambda: of_fp8(None),
+        lambda: [of_fp8(scales) for scales in ([1.0] * L, [torch.tensor(0.5)] * L)],
+    ),
+    WayOut(
+        "Describe them as planes with amx_planes, or run vLLM with dtype float32 or float16, where "
+        "it uses 'vec'",
+        lambda: of_cpu("amx", torch.bfloat16),
+        lambda: [
+            vllm.amx_planes(torch.zeros(3, 2, 32, 128, dtype=torch.bfloat16)),
+            of_cpu("vec", torch.float32),
+            of_cpu("vec", torch.float16),
+        ],
+    ),
+    WayOut(
+        "Run vLLM without VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT and its fused QK-norm, RoPE and cache "
+        "write",
+        lambda: of_rocm(interleaved=True),
+        lambda: of_rocm(interleaved=False),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)
+
+
+@needs_cpu_op
+def test_attention_on_a_cpu_with_amx_uses_vec_for_other_dtypes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [
+        on_a_cpu_with_amx(dtype, monkeypatch)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)
+    ]
+    assert found == ["amx", "vec", "vec"]

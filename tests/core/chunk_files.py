@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvx_core import CacheFacts, DType, PlaneKind, Snapshot
 from kvx_core.snapshot import Header, Part, Precision, Stored
-from kvx_core.snapshot.contents import FILE_DTYPES, STORED_UNITS
+from kvx_core.snapshot.contents import FILE_DTYPES, STORED_UNITS, is_scale
 from kvx_core.snapshot.memory import laid_out
 from kvx_core.stores.chunk_file import write_chunk
 from kvx_core.stores.kind import Kind
@@ -104,6 +104,7 @@ def planes(n: int) -> Content:
         PlaneKind(3, 6, 1, replicated=True),
         PlaneKind(3, 41, 4),
         PlaneKind(5, 40, 0),
+        PlaneKind(3, 5, 2),  # INDEX_K_SCALE: numbers, not the scale of another tensor
     )
     parts, kv = numbers(DType.BF16)(n)
     own = Part((3, 5), HEADS, FACTS, "values", "bf16", kinds)
@@ -111,6 +112,8 @@ def planes(n: int) -> Content:
         kinds[0].name: Stored(DType.F16, (n, 1, 33)),
         kinds[2].name: Stored(DType.F32, (1, 3, 17)),
     }
+    if n >= 2:
+        found[kinds[3].name] = Stored(DType.F32, (n // 2, 3, 2))
     if n >= 4:
         found[kinds[1].name] = Stored(DType.F8_E4M3, (n // 4, 3, 10))
         found[f"{kinds[1].name}.scale"] = Stored(DType.F32, (3,))
@@ -163,7 +166,7 @@ def snapshot_of(make: Maker, n: int, seed: int, *, start: int = 400, prefix: str
         if stored.coding:
             values = random.standard_normal(len(part) // 2).astype(ml_dtypes.bfloat16)
             part[:] = values.view(np.uint8)
-        elif name.endswith("scale"):
+        elif is_scale(name):
             small = random.integers(0, 0x70, len(part), dtype=np.uint8)
             values = random.uniform(0.5, 2, len(part) // 4).astype(np.float32)
             part[:] = small if stored.dtype is DType.F8_E4M3 else values.view(np.uint8)

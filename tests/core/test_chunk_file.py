@@ -130,7 +130,8 @@ def test_every_kind_of_file(name: str, keys: str, tmp_path: Path) -> None:
 
 
 def _without_engine(part: Any) -> Any:
-    return replace(part, facts=replace(part.facts, engine=None))
+    facts, planes = replace(part.facts, engine=None), tuple(sorted(part.planes))
+    return replace(part, facts=facts, planes=planes)
 
 
 # ---- what a file is ----
@@ -367,10 +368,10 @@ def test_wrong_files_cost_nothing(keys: str, num_tokens: int | None, tmp_path: P
             path.write_bytes(content)
         taken = []
         for _ in range(3):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             with pytest.raises(CorruptError):
                 attempt()
-            taken.append(time.perf_counter() - begin)
+            taken.append(time.thread_time() - begin)
         assert min(taken) < 0.01
         tracemalloc.start()
         with pytest.raises(CorruptError):
@@ -390,10 +391,10 @@ def test_a_file_that_says_many_tokens_is_not_laid_out(tmp_path: Path) -> None:
     raw[32 + 24 : 32 + 32] = (60_000).to_bytes(4, "little").hex().encode()
     path.write_bytes(raw)
     with path.open("rb", buffering=0) as file:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         with pytest.raises(CorruptError, match="bytes, and 60000 tokens"):
             open_chunk(file, kind, Secrets(), name="it")
-        assert time.perf_counter() - begin < 0.01
+        assert time.thread_time() - begin < 0.01
     assert 60_000 not in kind._layouts
 
 

@@ -71,12 +71,12 @@ CORRUPT: dict[str, Change] = {
     "a fact that is not said": put("xyz", "groups", 0, "facts", "fingerprint!"),
     "facts are a list": put([], "groups", 0, "facts"),
     "a plane of another layer": put([9, 6, 1, True], "groups", 1, "planes", 0),
-    "a plane twice": put([3, 6, 1, True], "groups", 1, "planes", 1),
+    "a plane twice": put([3, 6, 1, True], "groups", 1, "planes", 2),
     "a role of K": put([3, 1, 1, True], "groups", 1, "planes", 0),
     "a huge entry": put([3, 6, 1 << 30, True], "groups", 1, "planes", 0),
     "a negative entry": put([3, 6, -4, True], "groups", 1, "planes", 0),
-    "another entry": put([3, 6, 2, True], "groups", 1, "planes", 0),
-    "a plane without a tensor": put([5, 60, 1, True], "groups", 1, "planes", 3),
+    "another entry": put([3, 5, 1, False], "groups", 1, "planes", 0),
+    "a plane without a tensor": put([5, 60, 1, True], "groups", 1, "planes", 4),
     "a plane of two numbers": put([3, 6], "groups", 1, "planes", 0),
     "a tensor twice": lambda kind: kind["tensors"].insert(0, kind["tensors"][0]),
     "a tensor too many": lambda kind: kind["tensors"].insert(2, ["layers.8.k", *ROW[1:]]),
@@ -122,13 +122,13 @@ def changed(change: Change) -> bytes:
 
 
 def refused(raw: bytes, error: type[StoreError] = CorruptError) -> str:
-    """Why a kind is refused: in 20 ms, or in as much as a second for a megabyte."""
+    """Why a kind is refused: in 20 ms of a core, or in as much as a second for a megabyte."""
     taken = []
     for _ in range(2):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         with pytest.raises(error) as found:
             Kind.parse(raw, "a kind")
-        taken.append(time.perf_counter() - begin)
+        taken.append(time.thread_time() - begin)
     assert min(taken) < (0.02 if len(raw) < 1 << 16 else 1)
     assert type(found.value) is error
     assert len(str(found.value)) < 1000
@@ -193,9 +193,9 @@ def test_files_are_never_larger_than_64_gib() -> None:
     """Of however many tokens: nothing is laid out before."""
     kind = json.loads(kind_of(MAKERS["F32"]).text)
     for row in kind["tensors"]:
-        row[2] = ["n", 3, 1_000_000]
+        row[2] = ["n", 3, 100_000]
     large = Kind.parse(canonical(kind), "a kind")
-    assert large.layout(FULL).num_bytes == FULL * 4 * 3 * 4_000_000
+    assert large.layout(FULL).num_bytes == FULL * 4 * 3 * 400_000
     with pytest.raises(StoreError, match="Set a smaller chunk_tokens"):
         large.layout(65_536)
     for n in (0, -1, 65_537):

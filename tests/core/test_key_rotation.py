@@ -126,3 +126,18 @@ def test_files_that_cannot_be_read_now_are_not_replaced(sort: str) -> None:
     assert store.lookup(PROMPT).num_tokens == 0
     save(store, PROMPT)
     assert ending(blobs, ".safetensors") == files
+
+
+@pytest.mark.parametrize("wrong", [b"", b"{}", bytes(2 << 20)], ids=["empty", "other", "large"])
+def test_records_that_a_disk_has_damaged_are_mended_by_the_next_save(
+    sort: str, wrong: bytes, blobs: InMemory
+) -> None:
+    save(engine(blobs, sort, OLD), PROMPT)
+    records = {n: r for n, r in blobs.files.items() if n.endswith((".json", ".mac")) and "/" in n}
+    assert len(records) == 4  # of the space and the kind, and their MACs
+    for name in records:
+        blobs.files[name] = wrong
+    assert found(engine(blobs, sort, OLD)) == 0
+    save(engine(blobs, sort, OLD), PROMPT)
+    assert {name: blobs.files[name] for name in records} == records
+    assert found(engine(blobs, sort, OLD)) == 70

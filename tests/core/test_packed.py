@@ -323,7 +323,7 @@ def test_a_storage_that_was_resized_is_not_written_behind_its_end() -> None:
     keys, values = some(1)
     cache.append_packed(keys, values)
     known(cache.packed_values()).untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="storage"):
+    with pytest.raises(InvalidArgumentError, match="has a storage of 0 bytes"):
         cache.append_packed(keys, values)
     assert cache.seq_len == 1
 
@@ -785,3 +785,34 @@ def test_the_ways_of_the_benchmark_hold_the_same_tokens() -> None:
     packed_by_head = [half.new_zeros(2, 5, 8 * 128).normal_() for half in (keys, values)]
     new = packed._in_ones(*(half.new_ones(2, 3, 8 * 128) for half in (keys, values)))
     packed._verify("a few", *packed_by_head, new)
+
+
+def shrunk() -> Tensor:
+    """A tensor whose storage holds two of its numbers."""
+    tensor = torch.zeros(1, 100, 64)
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
+
+def test_tensors_whose_storage_was_shrunk_are_refused() -> None:
+    """They would be read past their end."""
+    says = "has a storage of 8 bytes, expected at least 25600: it has been resized since"
+    cache = PackedKVCache()
+    for call in (cache.append_packed, cache.set_packed):
+        for pair in ((shrunk(), torch.zeros(1, 100, 64)), (torch.zeros(1, 100, 64), shrunk())):
+            with pytest.raises(InvalidArgumentError, match=says):
+                call(*pair)
+    assert not cache.has_packed
+    for resized in (0, 1):  # after the cache has them
+        pair = torch.zeros(1, 100, 64), torch.zeros(1, 100, 64)
+        cache.set_packed(*pair)
+        pair[resized].untyped_storage().resize_(8)
+        with pytest.raises(InvalidArgumentError, match=f"the cache's {'kv'[resized]}.* {says}"):
+            cache.append_packed(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+    cache = PackedKVCache()
+    cache.append_packed(torch.zeros(1, 100, 64), torch.zeros(1, 100, 64))
+    keys = cache.packed_keys()
+    assert keys is not None
+    keys.untyped_storage().resize_(8)
+    with pytest.raises(InvalidArgumentError, match="the cache's keys has a storage of 8 bytes"):
+        cache.append_packed(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))

@@ -526,12 +526,14 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             lambda src, dst: verify(src.at(TABLE), replace(dst, layers=dst.layers[:1]), LENS),
             InvalidArgumentError,
-            "dst has 1 layers, expected as many as src has, 2, and not 0 (spec E.3)",
+            "dst has 1 layers, expected as many as src has, 2, and not 0; describe at each end the "
+            "layers that both hold (spec E.3)",
         ),
         (
             lambda src, dst: verify(*[CacheView((), SAME_MODEL, dense=True)] * 2, []),
             InvalidArgumentError,
-            "dst has 0 layers, expected as many as src has, 0, and not 0 (spec E.3)",
+            "dst has 0 layers, expected as many as src has, 0, and not 0; describe at each end the "
+            "layers that both hold (spec E.3)",
         ),
         (
             lambda src, dst: verify(src.at(TABLE), dst, [3, -1]),
@@ -572,7 +574,8 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
                 LENS,
             ),
             InvalidArgumentError,
-            "dst.layers[0].num_kv_heads is 4, expected 3 as at src (spec E.3)",
+            "dst.layers[0].num_kv_heads is 4, expected 3 as at src; give num_heads to compare a "
+            "range (spec E.3)",
         ),
         (
             lambda src, dst: verify(
@@ -585,7 +588,8 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
                 LENS,
             ),
             InvalidArgumentError,
-            "dst.layers[0].v_head_dim is 10, expected 6 as at src (spec E.3)",
+            "dst.layers[0].v_head_dim is 10, expected 6 as at src; describe a head without "
+            "padding, and K and V of one tensor apart (spec E.3)",
         ),
         (
             lambda src, dst: verify(

@@ -348,7 +348,8 @@ def state(*shape: int, **fields: Any) -> Plane:
         (
             state(3, 6),
             state(3, 1, 6, tokens_per_entry=1),
-            "STATE of layer 0 has tokens_per_entry 1 at dst, expected 0 as at src (spec E.11)",
+            "STATE of layer 0 has tokens_per_entry 1 at dst, expected 0 as at src; describe both "
+            "alike, or leave the plane out at both ends (spec E.11)",
         ),
         (
             state(3, 6),

@@ -243,7 +243,8 @@ def test_facts_are_compared_first() -> None:
         (
             lambda src, dst: migrate(src.at(TABLE), dst, LENS, num_heads=5),
             InvalidArgumentError,
-            "src.head_start is 0: with num_heads 5 it reaches past the 4 heads of layers[0]",
+            "src.head_start is 0: with num_heads 5 it reaches past the 4 heads of layers[0]; move "
+            "fewer, or layers of fewer heads in a call of their own",
         ),
         (
             lambda src, dst: migrate(src.at(TABLE), dst, LENS, num_heads=-1),
@@ -258,12 +259,14 @@ def test_facts_are_compared_first() -> None:
         (
             lambda src, dst: migrate(src.at(TABLE), replace(dst, layers=dst.layers[:1]), LENS),
             InvalidArgumentError,
-            "dst.num_layers is 1, expected src.num_layers 3 (spec E.3)",
+            "dst.num_layers is 1, expected src.num_layers 3; describe at each end the layers that "
+            "both hold (spec E.3)",
         ),
         (
             lambda src, dst: migrate(src.at([*TABLE, [5]]), dst, [1, 1, 1]),
             InvalidArgumentError,
-            "dst is dense and holds 2 sequences (num_blocks), expected at least 3 (spec E.3)",
+            "dst is dense and holds 2 sequences (num_blocks), expected at least 3; move fewer in a "
+            "call (spec E.3)",
         ),
         (
             lambda src, dst: migrate(

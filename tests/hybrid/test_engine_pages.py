@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import InvalidArgumentError, UnsupportedError
+from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.hybrid import (
     DSV4Config,
     IndexerPages,
@@ -580,3 +580,77 @@ def test_waiting_tokens_that_are_refused() -> None:
         migrate_pending(state, torch.zeros(2, 4, 16), at, at, at, **differ)
     with pytest.raises(InvalidArgumentError, match=r"dst is .* of torch.float16, expected"):
         migrate_pending(state, state.half(), at, at, at, **differ)
+
+
+@pytest.mark.parametrize(
+    ("src_rows", "dst_rows", "positions", "says"),
+    [
+        ([0, -1], [0, 1], [4, 5], r"src_rows\[1\] is -1, expected 0 to 5"),
+        ([0, 6], [0, 1], [4, 5], r"src_rows\[1\] is 6, expected 0 to 5"),
+        ([0, 1], [-1, 1], [4, 5], r"dst_rows\[0\] is -1, expected 0 to 7"),
+        ([0, 1], [3, 3], [4, 5], r"dst_rows is \[3, 3\], expected a row for each token"),
+        ([0, 1], [0, 1], [4, -1], r"positions\[1\] is -1"),
+        ([0, 1], [0, 1], [4], "have 2, 2 and 1 numbers"),
+        ([0, 1], [0, 1, 2], [4, 5], "have 2, 3 and 2 numbers"),
+        ([True, False], [0, 1], [4, 5], "src_rows is .* of torch.bool, expected .n,. of torch.i"),
+    ],
+)
+def test_rows_that_are_none_are_refused(
+    src_rows: list[int], dst_rows: list[int], positions: list[int], says: str
+) -> None:
+    """torch takes -1 for the last row, bools for a mask, and lets two tokens have one row."""
+    src, dst = torch.randn(2, 3, 8), torch.full((2, 4, 8), 7.0)
+    numbers = [torch.tensor(given) for given in (src_rows, dst_rows, positions)]
+    with pytest.raises((InvalidArgumentError, OutOfRangeError), match=says):
+        migrate_pending(src, dst, *numbers, src_has_ape=True, dst_has_ape=True)
+    assert (dst == 7).all()
+    at = torch.arange(2, dtype=torch.int32)
+    migrate_pending(src, dst, at, at, at, src_has_ape=True, dst_has_ape=True)
+    assert torch.equal(dst[0, :2], src[0, :2])
+
+
+def test_rows_whose_memory_is_gone_are_refused() -> None:
+    src, dst, at = torch.randn(2, 3, 8), torch.full((2, 4, 8), 7.0), torch.arange(3, 6)
+    src.untyped_storage().resize_(64)
+    with pytest.raises(InvalidArgumentError, match="src has a storage of 64 bytes, expected"):
+        migrate_pending(src, dst, at, at, at, src_has_ape=True, dst_has_ape=True)
+    records = RecordPages(random_bytes(2, page_bytes(4)), 0, 4, 4)
+    others = RecordPages(untouched(2, page_bytes(4)), 0, 4, 4)
+    records.pages.untyped_storage().resize_(64)
+    with pytest.raises(InvalidArgumentError, match="pages has a storage of 64 bytes, expected"):
+        migrate_pages([records], [others], [[0]], [[1]], [16])
+    assert (dst == 7).all()
+    assert (others.pages == SENTINEL).all()
+
+
+@pytest.mark.parametrize("kind", ["entries", "keys", "keys in mxfp4", "pool"])
+@pytest.mark.parametrize(
+    ("src_blocks", "dst_blocks", "says"),
+    [
+        ([0, 1], [2, 2], r"dst_blocks\[1\] is 2, as dst_blocks\[0\] is"),
+        ([0, 1], [2, -1], r"dst_blocks\[1\] is -1, expected 0 to 3"),
+        ([0, 1], [2, 4], r"dst_blocks\[1\] is 4, expected 0 to 3"),
+        ([0, -1], [2, 3], r"src_blocks\[1\] is -1, expected 0 to 3"),
+        ([0, 4], [2, 3], r"src_blocks\[1\] is 4, expected 0 to 3"),
+        ([0], [2, 3], r"src_blocks has 1 blocks of 1 entries, expected room for 2"),
+    ],
+)
+def test_blocks_that_are_none_are_refused(
+    kind: str, src_blocks: list[int], dst_blocks: list[int], says: str
+) -> None:
+    """With one entry in a page, block -1 would be a slot that is skipped."""
+    hca = build_schema(DSV4Config(), LayerSpec(0, AttentionType.HCA))
+    if kind.startswith("keys"):
+        to: Any = "mxfp4" if kind == "keys in mxfp4" else "fp8"
+        src: Any = IndexerPages(random_bytes(4, 132), 0, 1, "fp8", False)
+        dst: Any = IndexerPages(untouched(4, 132), 0, 1, to, False)
+        copy: Any = requantize_keys
+    else:
+        src = PagedCache(hca, 4) if kind == "pool" else RecordPages(random_bytes(4, 584), 0, 1, 128)
+        dst, copy = RecordPages(untouched(4, 584), 0, 1, 128), requantize_entries
+    with pytest.raises((InvalidArgumentError, OutOfRangeError), match=says):
+        copy(src, dst, src_blocks, dst_blocks, 2)
+    assert (dst.pages == SENTINEL).all()
+    copy(src, dst, [], [], 0)
+    assert (dst.pages == SENTINEL).all()
+    copy(src, dst, [0, 0], [2, 3, -1], 2)  # what is read may be one block, what is not used any

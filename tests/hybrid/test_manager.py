@@ -19,10 +19,12 @@ from kvx_core.hybrid import (
     KVCacheManager,
     OutOfBlocksError,
     capturing,
+    compress_csa,
+    compress_hca,
     compute_block_budget,
     prepare_forward,
 )
-from tests.hybrid.models import SMALL, layers, manager
+from tests.hybrid.models import SMALL, layers, manager, tokens, weights
 
 SWA, CSA, HCA = 0, 1, 2  # layers of `manager`
 
@@ -289,6 +291,45 @@ def test_a_pass_that_ran_is_not_repeated_and_one_that_failed_is_not_passed_over(
     prepare_forward(caches, [slot], [0], [9])
     run(list(caches.schemas), 9)
     prepare_forward(caches, [slot], [9], [10])
+
+
+def test_a_compressor_that_missed_a_step_is_seen() -> None:
+    """Its tail has other tokens than those of the sequence: entries after it would be wrong."""
+    caches = manager(2, 1024, types=("SWA", "CSA", "HCA"))
+    main, index = (weights(4, dim, True, 1) for dim in (SMALL.head_dim, SMALL.indexer_head_dim))
+    whole = weights(128, SMALL.head_dim, False, 3)
+    csa, hca = tokens(300, 2, 1), tokens(300, 1, 2)
+    window = torch.ones(300, SMALL.head_dim, dtype=torch.bfloat16)
+
+    def run(before: int, after: int, skipped: Sequence[int] = ()) -> None:
+        for layer in (SWA, CSA, HCA):
+            caches.acquire(layer).write_swa(window[before:after])
+        if CSA not in skipped:
+            part = csa.part(before, after)
+            compress_csa(caches.acquire(CSA), *part, main, index)
+        if HCA not in skipped:
+            part = hca.part(before, after)
+            compress_hca(caches.acquire(HCA), part.k, part.z, whole)
+
+    other = caches.admit_request()
+    prepare_forward(caches, [other], [0], [131])
+    run(0, 131)
+    for skipped, says in ((CSA, "tail_len of layer 1 has 0"), (HCA, "tail_len of layer 2 has 0")):
+        slot = caches.admit_request()
+        prepare_forward(caches, [slot], [0], [6])
+        run(0, 6, [skipped])
+        with pytest.raises(InvalidArgumentError, match=f"{says} waiting tokens of slot {slot}, "):
+            prepare_forward(caches, [slot], [6], [7])
+        caches.release_request(slot)
+    slot = caches.admit_request()
+    prepare_forward(caches, [slot], [0], [6])
+    with pytest.raises(InvalidArgumentError, match="0 of 3 layers hold the tokens 0 to 6 of the"):
+        prepare_forward(caches, [slot], [6], [7])  # whose pass never ran
+    prepare_forward(caches, [slot], [0], [5])  # but may run now
+    run(0, 5)
+    prepare_forward(caches, [other, slot], [131, 5], [131, 7])
+    run(5, 7)
+    prepare_forward(caches, [other, slot], [131, 7], [132, 7])
 
 
 def test_blocks_of_one_layer_alone_count_for_it_alone() -> None:

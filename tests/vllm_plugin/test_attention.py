@@ -124,6 +124,31 @@ def test_what_others_have_registered_stays(registry: Any, log: pytest.LogCapture
     assert "KVXConnector" in registry.connectors
     (message,) = log.messages
     assert "CUSTOM is not registered: it is other.Backend already" in message
+    assert message.endswith("Choose plugins by VLLM_PLUGINS")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "path"),
+    [("other,kvx", "other.Backend"), ("kvx", "kvx_adapters.vllm_plugin.attention.")],
+)
+def test_plugins_are_chosen_by_name(
+    chosen: str, path: str, registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is first has the backend: VLLM_PLUGINS leaves the other out."""
+    from vllm.plugins import load_plugins_by_group
+
+    def other() -> None:
+        registry.override(registry.custom, "other.Backend")
+
+    found = [
+        SimpleNamespace(name=name, value=name, load=lambda plugin=plugin: plugin)
+        for name, plugin in (("other", other), ("kvx", vllm_plugin.register))
+    ]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: found)
+    monkeypatch.setenv("VLLM_PLUGINS", chosen)
+    for plugin in load_plugins_by_group("vllm.general_plugins").values():
+        plugin()
+    assert registry.custom.get_path().startswith(path)
 
 
 def test_registering_is_quick_and_touches_no_gpu() -> None:

@@ -20,7 +20,9 @@ SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.floa
 
 def group_of(*layers: int) -> vllm.LayerGroup:
     names = tuple(f"model.layers.{i}" for i in layers)
-    specs: Any = tuple(f"the spec of {i}" for i in layers)
+    specs: Any = tuple(
+        SimpleNamespace(layer=i, num_kv_heads=1 + (i == 6), kv_cache_dtype="auto") for i in layers
+    )
     return vllm.LayerGroup(names, layers, specs, None)
 
 
@@ -59,15 +61,52 @@ def test_the_window_of_a_group() -> None:
         _window(chunked)
 
 
-def test_layers_of_a_group_have_windows_of_their_own() -> None:
-    from kvx_adapters.vllm_plugin.connector import _by_window
+def test_chunked_layers_beside_full_ones_without_the_hybrid_manager() -> None:
+    """--disable-hybrid-kv-cache-manager: vLLM makes one group of them, which keeps all blocks."""
+    from vllm.v1 import kv_cache_interface as of_vllm
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    group = group_of(0, 1, 2, 3)
-    windows = zip(group.layer_names, (7, None, 5, 7), strict=True)
+    from kvx_adapters.vllm_plugin.connector import _window
+
+    chunked = of_vllm.ChunkedLocalAttentionSpec(16, **SIZES, attention_chunk_size=32)
+    specs = {"0": of_vllm.FullAttentionSpec(16, **SIZES), "1": chunked, "2": chunked}
+
+    def groups(*, disable: bool) -> list[Any]:
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=disable),
+            cache_config=SimpleNamespace(
+                get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+                hash_block_size=None,
+                block_size=16,
+                prefix_cache_retention_interval=None,
+                enable_prefix_caching=True,
+            ),
+            parallel_config=SimpleNamespace(
+                decode_context_parallel_size=1, prefill_context_parallel_size=1
+            ),
+            speculative_config=None,
+            kv_transfer_config=None,
+            attention_config=SimpleNamespace(hisparse_config=None),
+        )
+        return get_kv_cache_groups(config, dict(specs))
+
+    with pytest.raises(UnsupportedError, match=r"Use --disable-hybrid-kv-cache-manager$"):
+        [_window(group.kv_cache_spec) for group in groups(disable=False)]
+    assert [_window(group.kv_cache_spec) for group in groups(disable=True)] == [0]
+
+
+def test_layers_of_a_group_have_windows_of_their_own() -> None:
+    from kvx_adapters.vllm_plugin.connector import _alike
+
+    group = group_of(0, 1, 2, 3, 6)
+    windows = zip(group.layer_names, (7, None, 5, 7, 7), strict=True)
     layers = {name: SimpleNamespace(sliding_window=window) for name, window in windows}
     del layers["model.layers.1"].sliding_window
-    parts = _by_window(group, layers)
-    assert [(part.window, part.layers) for part in parts] == [(0, (1,)), (5, (2,)), (7, (0, 3))]
+    parts = _alike(group, layers)
+    assert [(part.window, part.layers) for part in parts] == [
+        (0, (1,)), (5, (2,)), (7, (0, 3)), (7, (6,)),
+    ]  # fmt: skip
     for part in parts:
         assert part.layer_names == group_of(*part.layers).layer_names
         assert part.specs == group_of(*part.layers).specs

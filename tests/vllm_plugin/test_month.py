@@ -1,14 +1,12 @@
 """An operator's month: a store of 100,000 entries with a limit, real engines, and `kvx store`.
 
-A real vLLM answers two tenants every day. Other servers, which one writer stands for, store copies
-of its files under names of their own. The clock goes a day at a time: what was written or read on a
+A real vLLM answers two tenants every day. Other servers, which one writer stands for, store entries
+like its own, of other tokens. The clock goes a day at a time: what was written or read on a
 day gets the time of that day.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,16 +15,22 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 
 from kvx_core import Directory
+from kvx_core.stores.chunk_file import write_chunk
+from kvx_core.stores.inventory import Inventory
+from kvx_core.stores.names import entry_name, key_of
+from kvx_core.stores.secrets import Secrets
 from tests import faults
 from tests.fakes.vllm import needs_cpu_op
 from tests.native import ROOT
-from tests.test_store_command import DAY, kvx, listed
+from tests.test_store_command import DAY, kvx, listed, totals
 from tests.vllm_plugin.engine import Engine, EngineProcess, connector
 from tests.vllm_plugin.models import prompt
 
@@ -43,11 +47,18 @@ GAUGES = {"store_bytes", "store_files"}
 
 
 class OtherServers:
-    """Store copies of some files under other names, day by day, within the limit of the store."""
+    """Store entries like those of some spaces, of other tokens, within the limit of the store."""
 
-    def __init__(self, store: Path, max_bytes: int, like: list[Path]) -> None:
+    def __init__(self, store: Path, max_bytes: int, spaces: list[str]) -> None:
         self._store, self._max_bytes, self._number = store, max_bytes, 0
-        self._like = [(file.relative_to(store), file.read_bytes()) for file in like]
+        inventory = Inventory(Directory(store))
+        self._like = []
+        for space in inventory.spaces():
+            assert space.name in spaces
+            with inventory.opened_entry(space.entries[0]) as entry:
+                loaded = entry.read(entry.kind.layers)
+                header = replace(loaded.header, start=0, prefix=space.name)
+                self._like.append((space.name, entry.kind, replace(loaded, header=header)))
 
     def write(self, count: int) -> list[Path]:
         """Stores so many files. Servers that have just started: they count what is there."""
@@ -67,13 +78,14 @@ class OtherServers:
         return written
 
     def _put(self, directory: Directory) -> Path:
+        """Without a mark: nobody asks for these."""
         i, self._number = self._number, self._number + 1
-        like, raw = self._like[i % len(self._like)]
-        key = hashlib.sha256(b"%d" % i).hexdigest()
-        name = f"{like.parts[0]}/{key[:3]}/{key}{like.name[len(key) :]}"
+        space, kind, like = self._like[i % len(self._like)]
+        ids = np.arange(i, i + len(like.tokens), dtype=np.int64) + (1 << 32)  # no token's
+        name = entry_name(space, key_of(space, ids), kind.id)
 
         def write(file: BinaryIO) -> None:
-            file.write(raw)
+            write_chunk(file, replace(like, tokens=ids), kind, Secrets())
 
         assert directory.put(name, write)
         return self._store / name
@@ -133,11 +145,6 @@ def dated(files: Iterable[Path], days_ago: float) -> None:
             os.utime(file, (time.time() - days_ago * DAY,) * 2)
 
 
-def stat(store: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(kvx("stat", store, "--json").stdout)
-    return found
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """In memory, where there is such a file system: 100,000 files are to be synced."""
@@ -180,10 +187,10 @@ def test_a_month(num_entries: int, llama: Path, folder: Path, tmp_path: Path) ->
                 with failing(broken["list"]):
                     ask(engine, 2)
             dated(entries(store), DAYS - day)
-        like = [next(iter(entries(store / space["space"]))) for space in listed(store)]
-        assert len(like) == 2
-        assert {file.stat().st_blocks * 512 for file in like} == {FILE_BYTES}
-        others = OtherServers(store, max_bytes, like)
+        spaces = [space["space"] for space in listed(store)]
+        assert len(spaces) == 2
+        assert {file.stat().st_blocks * 512 for file in entries(store)} == {FILE_BYTES}
+        others = OtherServers(store, max_bytes, spaces)
 
         # Four weeks: other servers bring a tenth more than the store may hold.
         for day, engine in server.days(DAYS - 6):
@@ -198,35 +205,35 @@ def test_a_month(num_entries: int, llama: Path, folder: Path, tmp_path: Path) ->
             assert ask(engine, 1, TENANT) == LENGTH - 1
             written = others.write(num_entries * 11 // 10 // (DAYS - 6))
             if day % 4 == 0 or day > 20:
-                assert stat(store)["bytes"] <= max_bytes
+                assert totals(store)["bytes"] <= max_bytes
             used = (f for f in entries(store) if f.stat().st_mtime > begun)
             dated([*written, *used], DAYS - 4 - day)
 
         # Two days of a full store: the engine itself makes room.
         dated(others.fill(), 2)
-        full = stat(store)
+        full = totals(store)
         assert 0.99 * num_entries <= full["num_entries"] <= num_entries
         for day, engine in server.days(2):
             for expected in (0, LENGTH - 1):
                 assert ask(engine, 200 + day) == ask(engine, 300 + day, TENANT) == expected
-            assert stat(store)["bytes"] <= max_bytes
+            assert totals(store)["bytes"] <= max_bytes
             shutil.copytree(store, backup, dirs_exist_ok=True)  # while the engine runs
 
         moved = {name.removesuffix("_count") for name, value in server.metrics.items() if value > 0}
         assert METRICS - moved == set()
 
         # What the operator sees, and does.
-        assert stat(store)["least_recently_used_seconds"] > 20 * DAY
-        assert [space["num_files"] > num_entries // 3 for space in listed(store)] == [True, True]
+        assert totals(store)["least_recently_used_seconds"] > 20 * DAY
+        assert [space["num_entries"] > num_entries // 3 for space in listed(store)] == [True, True]
         kvx("rm", store, "--older", "15d")
-        assert stat(store)["least_recently_used_seconds"] < 15 * DAY
+        assert totals(store)["least_recently_used_seconds"] < 15 * DAY
         kvx("trim", store, max_bytes // 10)
-        assert 0.99 * max_bytes // 10 < stat(store)["bytes"] <= max_bytes // 10
-        num_files = stat(store)["num_files"]
+        assert 0.99 * max_bytes // 10 < totals(store)["bytes"] <= max_bytes // 10
+        num_files = totals(store)["num_files"]
         assert kvx("verify", store).stdout == f"{num_files:,} of {num_files:,} files are good.\n"
         kvx("rm", store, "--salt", TENANT)
         (space,) = listed(store)
-        assert space["has_default_salt"]
+        assert space["salt"] == ""
         kvx("rm", store, "--salt", "")
         assert entries(store) == set()
 

@@ -27,6 +27,7 @@ from kvx_core import (
     describe,
 )
 from tests.vllm_plugin.models import prompt
+from tests.ways_out import WayOut, leads_out
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -848,4 +849,22 @@ def test_ranks_that_share_out_the_tokens_of_a_block_are_refused(size: str) -> No
     assert str(raised.value) == (
         f"{size} is 2, expected 1: its ranks share out the tokens of a block, which KVXConnector "
         "does not put together again"
+    )
+
+
+def test_a_path_is_all_that_settings_need() -> None:
+    from types import SimpleNamespace
+
+    from kvx_adapters.vllm_plugin.settings import Settings
+
+    def read(**extra: str) -> Settings:
+        return Settings.read(SimpleNamespace(kv_connector_extra_config=extra))
+
+    leads_out(
+        WayOut(
+            "kv_connector_extra_config.path: ... KVXConnector needs at least {'path': "
+            "'/the/stores/directory'}",
+            read,
+            lambda: read(path="/the/stores/directory"),
+        )
     )

@@ -180,8 +180,9 @@ KVX_API kvx_status_t kvx_hybrid_append_tail(const kvx_hybrid_tail_t *tail, void 
 KVX_API kvx_status_t kvx_hybrid_compress(const kvx_hybrid_compress_t *compress, void *stream);
 
 /* Quantises entries and writes entry e of row i to place e % entries_per_block of block
- * block_table[i, e / entries_per_block]; with keys the indexer key, too. No two rows write one
- * place. Mutates fp8, rope, inv_scale, key_codes and key_scales. */
+ * block_table[i, e / entries_per_block]; with keys the indexer key, too. Two rows of one place are
+ * INVALID_ARGUMENT on HOST memory, here and in the next two calls. Mutates fp8, rope, inv_scale,
+ * key_codes and key_scales. */
 KVX_API kvx_status_t kvx_hybrid_flush_write(const kvx_hybrid_flush_t *flush, void *stream);
 
 /* With kb and zb (CSA): they become ka and za. Then ka, za and tail_len become 0.

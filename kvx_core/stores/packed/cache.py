@@ -246,6 +246,7 @@ def require_packed(keys_name: str, keys: Tensor, values_name: str, values: Tenso
                 f"{name} has {tensor.ndim} axes, shape {tuple(tensor.shape)}, expected 3: (batch, "
                 "seq, dim), where dim is num_kv_heads * head_dim"
             )
+        require_whole(name, tensor)
     if values.shape != keys.shape:
         raise InvalidArgumentError(
             f"{values_name}.shape is {tuple(values.shape)}, expected {tuple(keys.shape)} as "
@@ -262,6 +263,8 @@ def require_packed(keys_name: str, keys: Tensor, values_name: str, values: Tenso
 def _require_follows(held: Held, new_keys: Tensor, new_values: Tensor) -> None:
     """Refuses tokens that cannot follow those held. Raises InvalidArgumentError."""
     keys = held.keys
+    require_whole("the cache's keys", keys)
+    require_whole("the cache's values", held.values)
     if isinstance(new_keys, Tensor) and isinstance(new_values, Tensor):
         shape, of_cache = new_keys.shape, keys.shape
         if (
