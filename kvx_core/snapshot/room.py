@@ -45,7 +45,6 @@ def placed(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens:
     if known is None or known[0] is not tensors:
         if len(_placed) >= _MAX_PLACED:
             _placed.clear()
-            _blocks.clear()
         known = _placed[key] = tensors, _place(header, tensors, names, num_tokens)
     return known[1]
 
@@ -63,6 +62,8 @@ def _place(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens:
             for name, stored in held.items()
         }
         found, num_bytes = laid_out(whole.items())
+        if len(_blocks) >= _MAX_PLACED:
+            _blocks.clear()
         block = _blocks.setdefault(tuple(found.items()), found)
         held = {
             name: replace(stored, offset=found[name].offset, coded_bytes=0)

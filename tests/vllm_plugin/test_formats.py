@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from kvx_core import DType, InvalidArgumentError, Snapshot
 from kvx_core.snapshot import StorageFormat
 from tests.fakes.vllm import needs_cpu_op
+from tests.store_files import entry_files, precision_of, snapshot_of
 from tests.vllm_plugin.engine import EngineProcess, connector
 from tests.vllm_plugin.models import prompt
 
@@ -28,14 +29,10 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 def stored(store: Path, precision: str) -> dict[str, np.ndarray]:
     """All tokens of the files of this precision, by tensor."""
-    files = sorted(store.rglob(f"*.p{precision}.safetensors"), key=lambda f: _start(f))
-    parts = [arrays(file) for file in files]
+    files = [snapshot_of(file) for file in entry_files(store) if precision_of(file) == precision]
+    files.sort(key=lambda file: file.header.start)
+    parts = [{name: file.array(name) for name in file.tensors} for file in files]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _start(path: Path) -> int:
-    with Snapshot.open(path) as snapshot:
-        return snapshot.header.start
 
 
 @needs_cpu_op
