@@ -343,16 +343,18 @@ class Server:
         return done
 
     def fail_once(self, method: str) -> None:
-        """The next call of this method of PrefixStore raises."""
+        """The next call of this method of a PrefixStore, or of a Walk, raises."""
         from kvx_core import PrefixStore
+        from kvx_core.stores.walk import Walk
 
-        own = getattr(PrefixStore, method)
+        owner = PrefixStore if hasattr(PrefixStore, method) else Walk
+        own = getattr(owner, method)
 
         def fail(*arguments: object, **keywords: object) -> None:
-            setattr(PrefixStore, method, own)
+            setattr(owner, method, own)
             raise OSError("a test has asked for it")
 
-        setattr(PrefixStore, method, fail)
+        setattr(owner, method, fail)
 
     def longest_step(self) -> float:
         return self._longest_step

@@ -197,8 +197,9 @@ def test_a_month(num_entries: int, llama: Path, folder: Path, tmp_path: Path) ->
             if day == 0:
                 with failing(broken["open"]):
                     assert ask(engine, 1, TENANT) == 0
-                engine.call("fail_once", method="walk")
-                ask(engine, 50)
+                for method in ("walk", "check_rest"):
+                    engine.call("fail_once", method=method)
+                    ask(engine, 50)
             begun = time.time() - 1
             ask(engine, 100 + day)
             assert ask(engine, 1, TENANT) == LENGTH - 1
