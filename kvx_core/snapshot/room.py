@@ -62,9 +62,11 @@ def _place(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens:
             for name, stored in held.items()
         }
         found, num_bytes = laid_out(whole.items())
-        if len(_blocks) >= _MAX_PLACED:
-            _blocks.clear()
-        block = _blocks.setdefault(tuple(found.items()), found)
+        block = _blocks.get(key := tuple(found.items()))
+        if block is None:
+            if len(_blocks) >= _MAX_PLACED:
+                _blocks.clear()
+            block = _blocks[key] = found
         held = {
             name: replace(stored, offset=found[name].offset, coded_bytes=0)
             for name, stored in held.items()
