@@ -13,6 +13,7 @@ import torch
 from kvx_core import CacheDesc, CacheFacts, CacheView, Snapshot, StoreError, describe
 from kvx_core.migrate import copy_tokens
 from kvx_core.snapshot import Room, Section, can_join, restore_all, side_by_side
+from kvx_core.snapshot import room as room_module
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.tables import BlockTable
 
@@ -102,6 +103,16 @@ def test_as_one_by_one(
     assert len(made) == is_together
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_however_few_kinds_are_remembered(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one kind are blocks of one cache, whatever was forgotten between them."""
+    monkeypatch.setattr(room_module, "_MAX_PLACED", most)
+    source = section(caches(0, torch.float32, "BLOCK_NHD"), "BLOCK_NHD", 0)
+    assert can_join(read_side_by_side(source, tmp_path))
 
 
 def test_some_heads_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
