@@ -255,8 +255,8 @@ def test_slots_that_hold_other_buffers() -> None:
             call()
 
 
-def test_a_mapping_that_does_not_count_other_buffers() -> None:
-    """MiniMax-M3's manager numbers layers 0, 1, 2, though an index key lies between them."""
+def pool_with_other_buffers() -> tuple[Manager, PoolSpec]:
+    """Its slots hold an index key beside K and V, which its mapping does not count."""
     manager = KvCacheManagerV2(config(), 2, extra_buffers=1)
     (spec,) = trt.pool_specs(
         torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32),
@@ -267,6 +267,12 @@ def test_a_mapping_that_does_not_count_other_buffers() -> None:
         dtype="BF16",
         index_scales=manager.index_scales,
     )
+    return manager, spec
+
+
+def test_a_mapping_that_does_not_count_other_buffers() -> None:
+    """MiniMax-M3's manager numbers layers 0, 1, 2, though an index key lies between them."""
+    manager, spec = pool_with_other_buffers()
     with pytest.raises(UnsupportedError, match=r"^index_scale is 9, expected 6, .* Use slot_view$"):
         trt.cache_views(manager.kv_cache_pool_pointers, [spec], [FACTS], memory=Memory.HOST)
     assert by_slots(manager, spec, 0).layers[1].k.stride == (9 * 480, 160, 20, 1)
@@ -486,16 +492,7 @@ def test_ids_say_nothing_where_blocks_are_offloaded() -> None:
 
 def with_other_buffers(view: Callable[[Manager, PoolSpec, int], CacheView]) -> None:
     """A pool whose slots hold an index key beside K and V of each layer."""
-    manager = KvCacheManagerV2(config(), 2, extra_buffers=1)
-    (spec,) = trt.pool_specs(
-        torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32),
-        num_blocks=manager.num_slots,
-        tokens_per_block=8,
-        num_kv_heads_per_layer=[3, 3, 3],
-        head_dim=20,
-        dtype="BF16",
-        index_scales=manager.index_scales,
-    )
+    manager, spec = pool_with_other_buffers()
     view(manager, spec, 0)
 
 

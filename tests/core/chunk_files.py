@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +12,14 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import CacheFacts, DType, PlaneKind, Snapshot
+from kvx_core import DType, PlaneKind, Snapshot
 from kvx_core.snapshot import Header, Part, Precision, Stored
 from kvx_core.snapshot.contents import FILE_DTYPES, STORED_UNITS, is_scale
 from kvx_core.snapshot.memory import laid_out
 from kvx_core.stores.chunk_file import write_chunk
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.secrets import Secrets
+from tests.core import sections
 from tests.test_lossless import reference
 
 SIGNING, ENCRYPTION = bytes(range(32)), bytes(range(100, 140))
@@ -28,17 +30,7 @@ KEYS: dict[str, tuple[bytes | None, bytes | None]] = {
     "both": (SIGNING, ENCRYPTION),
 }
 FULL = 200  # tokens of a chunk
-FACTS = CacheFacts(
-    engine="here 1.0",
-    fingerprint="a model",
-    rotary="half",
-    rotary_dim=4,
-    rope_applied=True,
-    hadamard=False,
-    scale_convention="multiply",
-    window=0,
-    compute_dtype=DType.BF16,
-)
+FACTS = replace(sections.FACTS, fingerprint="a model", compute_dtype=DType.BF16)
 HEADS = (2, 5)
 Types = dict[str, Stored]
 
