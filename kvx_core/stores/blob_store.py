@@ -5,6 +5,7 @@ Names and contents of the files are decided elsewhere: docs/store_format.md.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from kvx_core.stores.usage import Usage
 from kvx_core.words import instance
 
 MAX_WORDS = 8  # of a name
+_WORD = re.compile(r"(?!\.)[ -.0-~]+")
+_NAME = re.compile(f"{_WORD.pattern}(?:/{_WORD.pattern}){{0,{MAX_WORDS - 1}}}")
 
 Write = Callable[[BinaryIO], None]
 Put = bool | StoreError  # what a put returns: whether the name is new; or why it was not stored
@@ -119,8 +122,8 @@ class BlobStore(ABC):
 
 def check_name(name: str) -> None:
     """Raises InvalidArgumentError unless a file can have this name."""
-    words = instance("the name of a blob", name, str, "a str").split("/")
-    if len(words) > MAX_WORDS or not all(map(is_word, words)):
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        instance("the name of a blob", name, str, "a str")
         raise InvalidArgumentError(
             f"the name of a blob is {name!r}, expected words with '/' between them, {MAX_WORDS} "
             "at most, of printable ASCII, none of them empty or beginning with a dot"
@@ -129,4 +132,4 @@ def check_name(name: str) -> None:
 
 def is_word(text: str) -> bool:
     """Whether it can be a word of a name."""
-    return text.isascii() and text.isprintable() and text[:1] not in ("", ".")
+    return _WORD.fullmatch(text) is not None

@@ -173,8 +173,8 @@ class ChunkFile:
                 self._read_group(groups[0], memory, key, is_open=False)
                 groups = groups[1:]
             if groups:
-                num_bytes = sum(group.num_bytes for group in groups)
-                in_threads(lambda group: self._read_group(group, memory), groups, num_bytes)
+                slow = 0 if self._sealing is _PLAIN and layout.is_direct else layout.num_bytes
+                in_threads(lambda group: self._read_group(group, memory), groups, slow)
             snapshot = Snapshot(
                 Header(self.start, self.parent, parts),
                 self.tokens,

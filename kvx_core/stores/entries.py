@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import BinaryIO
@@ -41,12 +40,15 @@ class Entries:
         try:
             if self.index.is_good(name):
                 return self.is_there(name)
-            with self._opened(name) as file:
-                if file is None:
-                    self.index.missed(name)
-                    return False
-                with self.discarding(name):
-                    open_chunk(file, kind, self.secrets, name=name, key=key, num_tokens=num_tokens)
+            file = self.blobs.open(name)
+            if file is None:
+                self.index.missed(name)
+                return False
+            with file:
+                open_chunk(file, kind, self.secrets, name=name, key=key, num_tokens=num_tokens)
+        except CorruptError:
+            self.discard(name)
+            return False
         except MemoryError:
             return False
         except StoreError as error:
@@ -71,8 +73,9 @@ class Entries:
         if not (self.secrets.is_keyed or self.secrets.is_encrypted):
             return False
         try:
-            with self._opened(name) as file:
-                if file is not None:
+            file = self.blobs.open(name)
+            if file is not None:
+                with file:
                     open_chunk(file, kind, self.secrets, name=name, num_tokens=num_tokens)
         except OtherKeyError:
             return True
@@ -80,23 +83,13 @@ class Entries:
             pass
         return False
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[BinaryIO | None]:
+    def opened(self, name: str) -> BinaryIO:
+        """The file, which the caller closes. Raises StoreError if it does not exist."""
         file = self.blobs.open(name)
         if file is None:
-            yield None
-        else:
-            with file:
-                yield file
-
-    @contextmanager
-    def opened(self, name: str) -> Iterator[BinaryIO]:
-        """The file, closed at the end of the context. Raises StoreError if it does not exist."""
-        with self._opened(name) as file:
-            if file is None:
-                self.index.missed(name)
-                raise StoreError(f"{name} is not in the store (any more)")
-            yield file
+            self.index.missed(name)
+            raise StoreError(f"{name} is not in the store (any more)")
+        return file
 
     def marked(
         self, space: str, parent: str, ids: Ids, chunk_tokens: int
@@ -104,20 +97,15 @@ class Entries:
         """Entries that begin like `ids`, and how many tokens they share: the most first."""
         return self.marks.candidates(space, parent, ids, chunk_tokens)
 
-    @contextmanager
-    def discarding(self, name: str) -> Iterator[None]:
-        """Deletes the file if the context raises CorruptError, so that it can be stored again.
+    def discard(self, name: str) -> None:
+        """Deletes a corrupt file, so that it can be stored again.
 
         If another process has stored it again meanwhile, the new file is deleted: its tokens are
         computed and stored once more. Temporary errors are no CorruptError and delete nothing.
         """
-        try:
-            yield
-        except CorruptError:
-            self.index.corrupt(name)
-            with suppress(StoreError):
-                self.blobs.delete(name)
-            raise
+        self.index.corrupt(name)
+        with suppress(StoreError):
+            self.blobs.delete(name)
 
 
 @dataclass(frozen=True, slots=True)

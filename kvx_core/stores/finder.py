@@ -48,17 +48,19 @@ class Finder:
         key:      of `ids`, if it is known
         """
         key = key_of(parent, ids) if key is None else key
-        if isinstance(self.entries, Known):
-            found = self._longest(parent, ids, at_least, key)
-            lately = self.kinds.listed_within(self.entries.index.fresh_seconds)
-            if found.shared < len(ids) and not lately:  # there may be other kinds now
-                raise Unknown
-            return found
         seen = self.kinds.all
         found = self._longest(parent, ids, at_least, key)
-        if found.shared < len(ids) and self.kinds.refresh(seen):
-            found = self._longest(parent, ids, at_least, key)
+        if found.shared < len(ids) and not self._knows_kinds():
+            if isinstance(self.entries, Known):
+                raise Unknown
+            if self.kinds.refresh(seen):
+                found = self._longest(parent, ids, at_least, key)
         return found
+
+    def _knows_kinds(self) -> bool:
+        """Whether there can be no other kinds now, or only some that have just been written."""
+        is_known = isinstance(self.entries, Known) or bool(self.kinds.all)
+        return is_known and self.kinds.listed_within(self.entries.index.fresh_seconds)
 
     def _longest(self, parent: str, ids: Ids, at_least: int, key: str) -> Found:
         if not self.kinds.asked():

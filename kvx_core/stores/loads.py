@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvx_core.snapshot import (
     VALUES,
+    CorruptError,
     Nulls,
     Part,
     Precision,
@@ -44,18 +45,21 @@ class Progress:
 
 
 class _Source(NamedTuple):
-    """A file of a span, and the sections that take layers from it."""
+    """Files of a span, and the sections that take layers from them."""
 
-    name: EntryName
+    index: int  # among the files of the span
     kind: Kind
     blank: Snapshot  # without data
     takers: list[Section]
+    layers: tuple[int, ...]  # that they take
 
-    @property
-    def layers(self) -> list[int]:
-        """The layers that they take."""
-        wanted = {layer for section in self.takers for layer in section.layers}
-        return [layer for layer in self.kind.layers if layer in wanted]
+
+class _Plan(NamedTuple):
+    """What is read of a span: the same for all spans with files of the same kinds."""
+
+    sources: tuple[_Source, ...]
+    num_bytes: int  # of memory
+    coarser: frozenset[Precision]  # than what is asked for, of any of the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,40 +105,34 @@ class Loads:
         return found, kind
 
     def sources(
-        self,
-        span: StoredSpan,
-        files: Sequence[tuple[EntryName, Kind]],
-        sections: Sequence[Section],
-    ) -> list[_Source]:
+        self, span: StoredSpan, kinds: Sequence[Kind], sections: Sequence[Section]
+    ) -> tuple[_Source, ...]:
         """The files that the sections need; everything is checked that can be without them.
 
+        kinds: of the files
         Raises StoreError.
         """
-        num_tokens = span.num_entry_tokens
-        if not span.stop - span.start <= num_tokens <= self.chunk_tokens:
-            raise StoreError(
-                f"{', '.join(span.names)} hold {num_tokens} tokens, expected tokens {span.start} "
-                f"to {span.stop} of a chunk"
-            )
         sources: list[_Source] = []
-        for name, kind in files:
+        for i, kind in enumerate(kinds):
             takers = [section for section in sections if _meet(kind, section)]
             if not takers:
                 continue
-            blank = _blank(kind, num_tokens, self.kinds.record.fingerprint)
+            blank = _blank(kind, span.num_entry_tokens, self.kinds.record.fingerprint)
             for section in takers:
                 if reasons := self._unfit(blank, section):
-                    raise StoreError(f"{name.name}: {'; '.join(reasons)}")
-            sources.append(_Source(name, kind, blank, takers))
-        kinds = [source.kind for source in sources]
+                    raise StoreError(f"{span.names[i]}: {'; '.join(reasons)}")
+            wanted = {layer for section in takers for layer in section.layers}
+            layers = tuple(layer for layer in kind.layers if layer in wanted)
+            sources.append(_Source(i, kind, blank, takers, layers))
+        taken = [source.kind for source in sources]
         for section in sections:
             for layer in section.layers:
-                if not _hold(kinds, layer, section.heads):
+                if not _hold(taken, layer, section.heads):
                     raise StoreError(
                         f"{', '.join(span.names)} do not hold all of layer {layer}, heads "
                         f"{section.heads}"
                     )
-        return sources
+        return tuple(sources)
 
     def _unfit(self, snapshot: Snapshot, section: Section) -> list[str]:
         """Why the section may not take its layers from a file: a sentence each.
@@ -187,58 +185,81 @@ class _Load:
     _takers: list[Section] = field(default_factory=list)
     _first: int = 0  # token of the sequence that is copied from them
     _last: int = 0  # one past the last
+    # By tokens of an entry, which sections take something, and kinds of the files.
+    _plans: dict[tuple[int, tuple[bool, ...], tuple[str, ...]], _Plan] = field(default_factory=dict)
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
         nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
         for i, span in enumerate(spans):
             self._raise_if_cancelled()
+            lo, hi = max(self.start, span.start), min(self.stop, span.stop)
             try:
-                files = [self.of.file(name) for name in span.names]
-                read = self._read(span, files, nulls)
+                plan, read = self._read(span, lo, hi, nulls)
             except StoreError:
                 self._restore()
                 self._check(spans[i + 1 :], nulls)
                 raise
             # Files that only other ranks load count too: later tokens depend on them.
-            for _, kind in files:
-                for precision in self.of.kinds.coarser(kind):
-                    self.of.carried.take(precision)
-            self._add(read, max(self.start, span.start), min(self.stop, span.stop))
+            for precision in plan.coarser:
+                self.of.carried.take(precision)
+            self._add(read, lo, hi)
         self._restore()
 
     def _read(
-        self,
-        span: StoredSpan,
-        files: Sequence[tuple[EntryName, Kind]],
-        nulls: Sequence[Nulls],
-    ) -> list[tuple[Snapshot, list[Section]]]:
-        """Reads and checks what the sections need that have some of these tokens."""
-        lo, hi = max(self.start, span.start), min(self.stop, span.stop)
-        held = zip(self.sections, nulls, strict=True)
-        takers = [section for section, null in held if not null.all(lo, hi)]
-        sources = self.of.sources(span, files, takers)
-        num_tokens = self.room.num_tokens
-        self._make_room(
-            sum(
-                s.kind.layout(span.num_entry_tokens).selection(s.layers, num_tokens).place.num_bytes
-                for s in sources
+        self, span: StoredSpan, lo: int, hi: int, nulls: Sequence[Nulls]
+    ) -> tuple[_Plan, list[tuple[Snapshot, list[Section]]]]:
+        """Reads and checks what the sections need that have some of tokens `lo` to `hi`."""
+        num_tokens = span.num_entry_tokens
+        if not span.stop - span.start <= num_tokens <= self.of.chunk_tokens:
+            raise StoreError(
+                f"{', '.join(span.names)} hold {num_tokens} tokens, expected tokens {span.start} "
+                f"to {span.stop} of a chunk"
             )
-        )
-        return [(self._read_file(source, span), source.takers) for source in sources]
+        files = [self.of.file(name) for name in span.names]
+        takes = tuple(not null.all(lo, hi) for null in nulls)
+        key = num_tokens, takes, tuple(kind.id for _, kind in files)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(span, [kind for _, kind in files], takes)
+        self._make_room(plan.num_bytes)
+        return plan, [
+            (self._read_file(source, files[source.index][0], span), source.takers)
+            for source in plan.sources
+        ]
 
-    def _read_file(self, source: _Source, span: StoredSpan) -> Snapshot:
-        entries, name = self.of.entries, source.name
-        with entries.opened(name.name) as file, entries.discarding(name.name):
-            snapshot = read_chunk(
-                file,
-                source.kind,
-                entries.secrets,
-                name=name.name,
-                key=name.key,
-                blank=source.blank,
-                layers=source.layers,
-                room=self.room,
-            )
+    def _plan(self, span: StoredSpan, kinds: Sequence[Kind], takes: Sequence[bool]) -> _Plan:
+        """What spans like this one need. Raises StoreError.
+
+        takes: which sections have some of its tokens
+        """
+        takers = [section for section, is_one in zip(self.sections, takes, strict=True) if is_one]
+        sources = self.of.sources(span, kinds, takers)
+        num_bytes = sum(
+            one.kind.layout(span.num_entry_tokens)
+            .selection(one.layers, self.room.num_tokens)
+            .place.num_bytes
+            for one in sources
+        )
+        coarser = frozenset(each for kind in kinds for each in self.of.kinds.coarser(kind))
+        return _Plan(sources, num_bytes, coarser)
+
+    def _read_file(self, source: _Source, name: EntryName, span: StoredSpan) -> Snapshot:
+        entries = self.of.entries
+        with entries.opened(name.name) as file:
+            try:
+                snapshot = read_chunk(
+                    file,
+                    source.kind,
+                    entries.secrets,
+                    name=name.name,
+                    key=name.key,
+                    blank=source.blank,
+                    layers=source.layers,
+                    room=self.room,
+                )
+            except CorruptError:
+                entries.discard(name.name)
+                raise
         if snapshot.header.start != span.start:
             raise StoreError(
                 f"{name.name} holds tokens from {snapshot.header.start}, expected {span.start}"
@@ -291,7 +312,7 @@ class _Load:
             if self.progress.is_cancelled:
                 return
             with suppress(StoreError):
-                self._read(span, [self.of.file(name) for name in span.names], nulls)
+                self._read(span, max(self.start, span.start), min(self.stop, span.stop), nulls)
 
     def _raise_if_cancelled(self) -> None:
         if self.progress.is_cancelled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -58,18 +59,16 @@ def rung_of(parent: str, ids: Ids) -> str:
     return digest.hexdigest()
 
 
-def rungs(parent: str, ids: Ids, chunk_tokens: int) -> list[tuple[int, str]]:
+def rungs(parent: str, ids: Ids, chunk_tokens: int) -> Iterator[tuple[int, str]]:
     """The rungs of an entry, or of what is left of a prompt: (d, rung of the first d ids)."""
-    data, digest = ids.data.cast("B"), hashlib.sha256(_RUNG + bytes.fromhex(parent))
-    found, hashed = list[tuple[int, str]](), 0
+    data, digest, hashed = ids.data.cast("B"), hashlib.sha256(_RUNG + bytes.fromhex(parent)), 0
     for i in range(RUNGS):
         length = i * chunk_tokens // RUNGS
         if length >= len(ids):
             break
         digest.update(data[hashed * _ID_BYTES : length * _ID_BYTES])
-        found.append((length, digest.copy().hexdigest()))
+        yield length, digest.copy().hexdigest()
         hashed = length
-    return found
 
 
 def entry_name(space: str, key: str, kind: str) -> str:

@@ -98,20 +98,21 @@ class RecordText:
         self.form = form
         rows = f"I{form.piece_check_bytes}s" * form.num_pieces
         self._rest = Struct(f"<32s32sQ{8 * form.num_tokens}s{rows}")  # behind CLEAR_BYTES
+        self._begin = _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces)
         self.without_keys = self.clear(0, 0, bytes(RANDOM_BYTES))
 
     def clear(self, signer: int, encrypter: int, random: bytes) -> bytes:
         """The first CLEAR_BYTES of a record."""
-        form = self.form
-        begin = _BEGIN.pack(MAGIC, form.flags, form.num_tokens, form.num_pieces)
-        return begin + _KEYS.pack(signer, encrypter, random)
+        return self._begin + _KEYS.pack(signer, encrypter, random)
 
     def keys(self, raw: bytes) -> tuple[int, int] | None:
         """The ids of the keys that have signed and encrypted it, from its first CLEAR_BYTES; None:
         it is no record of this form.
         """
+        if raw.startswith(self.without_keys):
+            return 0, 0
         form = self.form
-        if raw[: _BEGIN.size] != self.without_keys[: _BEGIN.size]:
+        if not raw.startswith(self._begin):
             return None
         signer, encrypter, random = _KEYS.unpack_from(raw, _BEGIN.size)
         if (signer and not form.signed) or ((encrypter or any(random)) and not form.encrypted):
@@ -180,11 +181,12 @@ class Head:
         """The record, encrypted or not, in the first bytes of a file; None: they are no head of
         this kind.
         """
-        at, end = len(self._before), len(self._before) + self._num_digits
-        digits = head[at:end]
+        at, rest = len(self._before), self._rest(num_data_bytes)
+        digits = head[at : at + self._num_digits]
         if (
-            head[:at] != self._before
-            or head[end:] != self._rest(num_data_bytes)
+            len(head) != self.num_bytes
+            or not head.startswith(self._before)
+            or not head.endswith(rest)
             or digits != digits.lower()
         ):
             return None

@@ -35,12 +35,14 @@ class Root:
     def open(self) -> int:
         """A new handle. Raises OSError."""
         root = os.open(self.path, _DIRECTORY)
-        with suppress(OSError):
+        try:
             status = os.fstat(root)
-            found = status.st_mode, status.st_uid, status.st_gid
-            if found != self._looked_at:  # it may be made again, by somebody else
-                self._looked_at = found
-                self._look_at(status)
+        except OSError:
+            return root
+        found = status.st_mode, status.st_uid, status.st_gid
+        if found != self._looked_at:  # it may be made again, by somebody else
+            self._looked_at = found
+            self._look_at(status)
         return root
 
     def make(self) -> None:

@@ -112,7 +112,7 @@ class Sealing:
         if self._signer is not None:
             data = views[0] if len(views) == 1 else b"".join(views)
             return self._signer.mac(memoryview(data), purpose)
-        if len(views) == 1:
+        if len(views) == 1:  # in one call
             return xxh3_128_digest(views[0])
         digest = xxh3_128()
         for view in views:
