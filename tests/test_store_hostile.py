@@ -81,7 +81,7 @@ def put_kind(space: Path, raw: bytes) -> str:
 
 def put_entry(space: Path, key: str, kind: str, size: int) -> Path:
     """A file with a hole of this size."""
-    file = space / key[:3] / f"{key}.{kind}.safetensors"
+    file = space / key[:2] / f"{key}.{kind}.safetensors"
     file.parent.mkdir(exist_ok=True)
     with file.open("wb") as raw:
         raw.truncate(size)

@@ -41,8 +41,9 @@ class BlobStore(ABC):
 
         write:   gets a new unbuffered file that it can write to and seek in. Called again with
                  another file if the disk was full or the file was deleted meanwhile
-        durable: returns when the file stays whatever fails. Otherwise a machine that fails may
-                 leave it with any content, or not at all
+        durable: returns when the file stays whatever fails. Otherwise others may see a part of it
+                 while it is written, and a process or machine that fails may leave it with any
+                 content, or not at all
         Returns False if the name exists already; `write` may then not be called.
         Raises StoreError, and what `write` raises except OSError.
         """

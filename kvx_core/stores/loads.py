@@ -47,7 +47,7 @@ class Progress:
 class _Source(NamedTuple):
     """Files of a span, and the sections that take layers from them."""
 
-    index: int  # among the files of the span
+    number: int  # of the file in the span
     kind: Kind
     blank: Snapshot  # without data
     takers: list[Section]
@@ -223,7 +223,7 @@ class _Load:
             plan = self._plans[key] = self._plan(span, [kind for _, kind in files], takes)
         self._make_room(plan.num_bytes)
         return plan, [
-            (self._read_file(source, files[source.index][0], span), source.takers)
+            (self._read_file(source, files[source.number][0], span), source.takers)
             for source in plan.sources
         ]
 

@@ -113,8 +113,7 @@ def parse_mark(
             f"to {chunk_tokens}"
         )
     check_bytes = _MAC_BYTES if signed else _CHECK_BYTES
-    size = _HEAD.size + count * _ID_BYTES + check_bytes
-    expected = size + TAG_BYTES * encrypted
+    expected = _size(flags, count)
     if len(raw) != expected:
         raise CorruptError(f"{name} has {len(raw)} bytes, expected {expected} of {count} tokens")
     if (signed, encrypted) != (secrets.is_keyed, secrets.is_encrypted):
@@ -147,6 +146,20 @@ def parse_mark(
     if rung not in own_rungs or (length or 0) >= count:
         raise CorruptError(f"{name} is the mark of an entry that has other rungs")
     return mark
+
+
+def _size(flags: int, count: int) -> int:
+    """The bytes of a mark of so many tokens."""
+    check_bytes = _MAC_BYTES if flags & _SIGNED else _CHECK_BYTES
+    return _HEAD.size + count * _ID_BYTES + check_bytes + TAG_BYTES * bool(flags & _ENCRYPTED)
+
+
+def _is_part(raw: bytes) -> bool:
+    """Whether a file ends before the mark that it begins as: it may be written just now."""
+    if len(raw) < _HEAD.size:
+        return raw[: len(_MAGIC)] == _MAGIC[: len(raw)]
+    magic, flags, count, *_ = _HEAD.unpack_from(raw)
+    return magic == _MAGIC and len(raw) < _size(flags, count)
 
 
 def _says(signed: bool, encrypted: bool) -> str:
@@ -332,7 +345,7 @@ class Marks:
         try:
             return self._taken.known(space, rung)
         except Unknown:
-            mark = self._read(space, rung, chunk_tokens, length)
+            mark = self._read(space, rung, chunk_tokens, length, is_writer=True)
         if mark is None or mark is _FOREIGN:
             return mark
         names = [entry_name(space, mark.key, kind) for kind in self._kinds(space)]
@@ -361,21 +374,34 @@ class Marks:
             return self._put(space, rung, own, self._blobs.replace)
 
     def _read(
-        self, space: str, rung: str, chunk_tokens: int, length: int | None = None
+        self,
+        space: str,
+        rung: str,
+        chunk_tokens: int,
+        length: int | None = None,
+        *,
+        is_writer: bool = False,
     ) -> Mark | None:
-        """From the disk; _FOREIGN for one of other keys. Raises StoreError."""
+        """From the disk; _FOREIGN for one of other keys. Raises StoreError.
+
+        is_writer: deletes what is only a part of a mark. Readers leave it: a writer may be at work,
+                   and who takes its place at the same moment costs it no more than partial hits
+        """
         name = mark_name(space, rung)
+        raw = mark = None
         try:
             raw = self._blobs.read(name, most_bytes(chunk_tokens))
-            mark = None
             if raw is not None:
                 mark = parse_mark(raw, name, self._secrets, chunk_tokens, length)
         except UnsignedError:
             self.known.saw(space, rung, None)
             return _FOREIGN
         except CorruptError:
-            self._index.corrupt(name)
-            self._delete(space, rung)
+            is_part = raw is not None and _is_part(raw)
+            if not is_part:
+                self._index.corrupt(name)
+            if is_writer or not is_part:
+                self._delete(space, rung)
             return None
         self.known.saw(space, rung, mark)
         return mark

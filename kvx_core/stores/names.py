@@ -13,15 +13,15 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 
 RUNGS = 8  # of a chunk
-FOLDER_DIGITS = 3  # of a name, which its folder has: at most 4,096 folders
+FOLDER_DIGITS = 2  # of a name, which its folder has: at most 256 folders
 _RUNG = b"kvx rung"
 _ID_BYTES = 8
 _KEY = re.compile("[0-9a-f]{64}")
 _ENTRY = re.compile(
-    r"(?P<space>[0-9a-f]{64})/(?P<folder>[0-9a-f]{3})/"
-    r"(?P<key>(?P=folder)[0-9a-f]{61})\.(?P<kind>[0-9a-f]{32})\.safetensors"
+    r"(?P<space>[0-9a-f]{64})/(?P<folder>[0-9a-f]{2})/"
+    r"(?P<key>(?P=folder)[0-9a-f]{62})\.(?P<kind>[0-9a-f]{32})\.safetensors"
 )
-_MARK = re.compile(r"[0-9a-f]{64}/(?P<folder>[0-9a-f]{3})/(?P=folder)[0-9a-f]{61}\.mark")
+_MARK = re.compile(r"[0-9a-f]{64}/(?P<folder>[0-9a-f]{2})/(?P=folder)[0-9a-f]{62}\.mark")
 
 
 class EntryName(NamedTuple):

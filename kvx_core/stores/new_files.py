@@ -6,7 +6,7 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,12 @@ from kvx_core.stores.beneath import (
     make_folders,
     make_missing,
     open_beneath,
+    set_mode,
     sync_file_system,
     sync_folder,
 )
 from kvx_core.stores.root import Root
-from kvx_core.stores.temporary import Temporaries, Temporary
+from kvx_core.stores.temporary import NEW, Temporaries, Temporary
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -42,8 +43,7 @@ class Written:
     @property
     def num_bytes(self) -> int:
         """On the disk. Raises OSError."""
-        status = os.fstat(self.temporary.file)
-        return allocated(status) or status.st_size
+        return _bytes_of(self.temporary.file)
 
 
 class Place:
@@ -90,19 +90,47 @@ class NewFiles:
             yield None
             return
         with self._temporaries.new(place.temporaries) as temporary:
-            with _NewFile(temporary.file, "r+b", closefd=False) as file:
-                file.name = f"{self._shown}/{name}"
+            with self._file(temporary.file, name) as file:
                 write(file)
             yield Written(name, temporary)
 
-    def publish(self, place: Place, written: Written, durable: bool = True) -> bool:
+    def write_in_place(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
+        """Writes a file under its name, where others may see a part of it, and brings nothing to
+        the disk: a third of the time. Its bytes on the disk; None if the name exists.
+
+        Raises OSError; StoreError if something else than a file has the name.
+        """
+        path, _, last = name.rpartition("/")
+        with self.place() as place, ExitStack() as opened:
+            folder = make_folders(place.root, path, self._folder_mode, _nothing)
+            opened.callback(close, folder)
+            try:
+                handle = os.open(last, NEW, 0o600, dir_fd=folder)
+            except FileExistsError:
+                self._is_there(place.root, name)
+                return None
+            opened.callback(close, handle)
+            try:
+                set_mode(handle, self._temporaries.file_mode)
+                with self._file(handle, name) as file:
+                    write(file)
+                return _bytes_of(handle)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(last, dir_fd=folder)
+                raise
+
+    def _file(self, handle: int, name: str) -> BinaryIO:
+        """What writes a file. The handle stays open."""
+        file = _NewFile(handle, "r+b", closefd=False)
+        file.name = f"{self._shown}/{name}"
+        return file
+
+    def publish(self, place: Place, written: Written) -> bool:
         """Brings a file to the disk and gives it its name; False if another writer was first.
 
-        durable: then its name and its folders are on the disk, too. Otherwise nothing needs to be
-        Raises OSError.
+        Then its name and its folders are on the disk, too. Raises OSError.
         """
-        if not durable:
-            return self._name(place.root, written, _nothing)
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
         try:
@@ -188,6 +216,12 @@ class _NewFile(io.FileIO):
         while view:
             view = view[super().write(view) :]
         return num_bytes
+
+
+def _bytes_of(handle: int) -> int:
+    """Of a file, on the disk. Raises OSError."""
+    status = os.fstat(handle)
+    return allocated(status) or status.st_size
 
 
 def _nothing(folder: int) -> None:

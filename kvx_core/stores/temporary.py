@@ -26,7 +26,7 @@ from kvx_core.files import close
 from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
 
 _FOLDER = ".tmp"
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_RDWR: NFS gives an exclusive lock only on files open for writing. O_NONBLOCK: it may be a FIFO.
 _TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
@@ -50,8 +50,7 @@ class Temporaries:
     """The temporary files of a store, all in the folder ".tmp" of its root."""
 
     def __init__(self, folder_mode: int, file_mode: int) -> None:
-        self._folder_mode = folder_mode
-        self._file_mode = file_mode
+        self._folder_mode, self.file_mode = folder_mode, file_mode
         self._next_cleaning = 0.0
 
     @contextmanager
@@ -102,10 +101,10 @@ class Temporaries:
         place = _place(os.fstat(folder).st_dev)
         for _ in range(_TRIES):
             name = f".{place}-{secrets.token_hex(8)}.tmp"
-            file = os.open(name, _NEW, 0o600, dir_fd=folder)
+            file = os.open(name, NEW, 0o600, dir_fd=folder)
             is_ours = False
             try:
-                set_mode(file, self._file_mode)
+                set_mode(file, self.file_mode)
                 # Before it was locked, another process may have deleted it as abandoned.
                 is_ours = _lock(file) is not False and os.fstat(file).st_nlink > 0
                 if is_ours:

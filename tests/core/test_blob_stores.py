@@ -158,8 +158,20 @@ def test_files_whose_content_changes(blobs: BlobStore, durable: bool) -> None:
         blobs.put("a/b", writing(b"of another writer"))
         file.write(b"four")
 
-    assert not blobs.replace("a/b", write, durable=durable)
-    assert content(blobs, "a/b") == b"of another writer"
+    is_new = blobs.replace("a/b", write, durable=durable)
+    assert not (is_new and durable)  # else its name is there while it is written
+    assert content(blobs, "a/b") == (b"four" if is_new else b"of another writer")
+
+
+def test_what_fails_while_it_is_written_leaves_nothing(blobs: BlobStore) -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(b"a part")
+        raise ZeroDivisionError
+
+    for durable in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            blobs.put("a/b", write, durable=durable)
+        assert content(blobs, "a/b") is None
 
 
 def test_small_files_are_read_whole_and_larger_ones_not_at_all(blobs: BlobStore) -> None:

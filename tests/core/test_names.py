@@ -78,22 +78,22 @@ def test_ids_that_are_not_contiguous_are_no_other_ones(ids_: names.Ids) -> None:
 )
 def test_rungs(chunk_tokens: int, count: int, lengths: list[int]) -> None:
     values = np.arange(count, dtype=np.int64)
-    found = names.rungs(SPACE, values, chunk_tokens)
+    found = list(names.rungs(SPACE, values, chunk_tokens))
     assert found == [(d, names.rung_of(SPACE, values[:d])) for d in lengths]
 
 
 def test_names() -> None:
     key = "abc" + "d" * 61
-    assert names.entry_name(SPACE, key, KIND) == f"{SPACE}/abc/{key}.{KIND}.safetensors"
-    assert names.mark_name(SPACE, key) == f"{SPACE}/abc/{key}.mark"
+    assert names.entry_name(SPACE, key, KIND) == f"{SPACE}/ab/{key}.{KIND}.safetensors"
+    assert names.mark_name(SPACE, key) == f"{SPACE}/ab/{key}.mark"
     assert names.kind_name(SPACE, KIND) == f"{SPACE}/kinds/{KIND}.json"
     assert names.kinds_folder(SPACE) == f"{SPACE}/kinds"
     assert names.space_record(SPACE) == f"{SPACE}/space.json"
     assert names.digest_of(b"a space") == SPACE
-    assert names.parse_entry(f"{SPACE}/abc/{key}.{KIND}.safetensors") == (
-        *(f"{SPACE}/abc/{key}.{KIND}.safetensors", SPACE, key, KIND),
+    assert names.parse_entry(f"{SPACE}/ab/{key}.{KIND}.safetensors") == (
+        *(f"{SPACE}/ab/{key}.{KIND}.safetensors", SPACE, key, KIND),
     )
-    assert names.is_mark(f"{SPACE}/abc/{key}.mark")
+    assert names.is_mark(f"{SPACE}/ab/{key}.mark")
     assert names.is_key(key)
 
 
@@ -101,19 +101,19 @@ def test_names() -> None:
     "name",
     [
         "",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}.safetensors\n",
-        f"{SPACE}/abd/{'abc' + 'd' * 61}.{KIND}.safetensors",
-        f"{SPACE}/abc/{'abc' + 'd' * 60}.{KIND}.safetensors",
-        f"{SPACE}/abc/{'abc' + 'D' * 61}.{KIND}.safetensors",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND[1:]}.safetensors",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}0.safetensors",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.mark",
-        f"{SPACE}/abc/x/{'abc' + 'd' * 61}.{KIND}.safetensors",
-        f"x{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}.safetensors",
+        f"{SPACE}/ab/{'abc' + 'd' * 61}.{KIND}.safetensors\n",
+        f"{SPACE}/ac/{'abc' + 'd' * 61}.{KIND}.safetensors",
+        f"{SPACE}/ab/{'abc' + 'd' * 60}.{KIND}.safetensors",
+        f"{SPACE}/ab/{'abc' + 'D' * 61}.{KIND}.safetensors",
+        f"{SPACE}/ab/{'abc' + 'd' * 61}.{KIND[1:]}.safetensors",
+        f"{SPACE}/ab/{'abc' + 'd' * 61}.{KIND}0.safetensors",
+        f"{SPACE}/ab/{'abc' + 'd' * 61}.mark",
+        f"{SPACE}/ab/x/{'abc' + 'd' * 61}.{KIND}.safetensors",
+        f"x{SPACE}/ab/{'abc' + 'd' * 61}.{KIND}.safetensors",
         f"{SPACE}/kinds/{KIND}.json",
-        f"{SPACE}/{DIGIT * 3}/{DIGIT * 64}.{KIND}.safetensors",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}",
-        f"{SPACE}/abc/{'abc' + 'd' * 61}.{KIND}xsafetensors",
+        f"{SPACE}/{DIGIT * 2}/{DIGIT * 64}.{KIND}.safetensors",
+        f"{SPACE}/ab/{'abc' + 'd' * 61}.{KIND}",
+        f"{SPACE}/ab/{'abc' + 'd' * 61}.{KIND}xsafetensors",
     ],
 )
 def test_other_names_are_no_entries(name: str) -> None:
@@ -123,7 +123,7 @@ def test_other_names_are_no_entries(name: str) -> None:
 @pytest.mark.parametrize("text", ["", "a" * 63, "a" * 65, "A" * 64, "g" * 64, "a" * 64 + "\n"])
 def test_other_texts_are_no_keys(text: str) -> None:
     assert not names.is_key(text)
-    assert not names.is_mark(f"{SPACE}/{text[:3]}/{text}.mark")
+    assert not names.is_mark(f"{SPACE}/{text[:2]}/{text}.mark")
 
 
 @pytest.mark.parametrize(
