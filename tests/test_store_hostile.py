@@ -178,7 +178,7 @@ def test_files_with_holes(path: Path) -> None:
         put_entry(space, hashlib.sha256(b"%d" % number).hexdigest(), kind, size)
     for name in ("x.mark", "space.0123456789abcdef.mac"):
         name = name.replace("x.", "0" * 64 + ".")
-        file = space / ("000" if name.endswith(".mark") else "") / name
+        file = space / ("00" if name.endswith(".mark") else "") / name
         file.parent.mkdir(exist_ok=True)
         with file.open("wb") as raw:
             raw.truncate(1 << 40)
