@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +16,8 @@ from kvx_core.snapshot.errors import StoreError
 
 PAGE = 4096
 _ALIGN = 64  # bytes, of each tensor
-_THREADED_BYTES = 4 << 20  # below it, starting threads costs more than they save
+_THREADED_BYTES = 4 << 20  # below it, handing them to threads costs more than it saves
+_MAX_THREADS = 4
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
@@ -55,10 +57,8 @@ def laid_out(
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
     """[work(item) for item in items], in several threads if num_bytes is large."""
-    if num_bytes < _THREADED_BYTES:
-        return [work(item) for item in items]
-    num_threads = min(os.cpu_count() or 1, 4, len(items))
-    if num_threads < 2:
+    num_threads = min(os.cpu_count() or 1, _MAX_THREADS, len(items))
+    if num_bytes < _THREADED_BYTES or num_threads < 2:
         return [work(item) for item in items]
     results: list[Any] = [None] * len(items)
 
@@ -66,6 +66,20 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) ->
         for i in range(first, len(items), num_threads):
             results[i] = work(items[i])
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(work_on, range(num_threads)))
+    helpers = _helpers(os.getpid())
+    others = [helpers.submit(work_on, first) for first in range(1, num_threads)]
+    try:
+        work_on(0)
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
     return results
+
+
+@lru_cache(maxsize=1)
+def _helpers(process: int) -> ThreadPoolExecutor:
+    """The threads of a process, kept: to start them takes as long as to read a megabyte. A forked
+    child has none of its parent's.
+    """
+    return ThreadPoolExecutor(_MAX_THREADS - 1, "kvx-bytes")
