@@ -39,11 +39,15 @@ class ModelRecord:
     salts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 as hex: the fingerprint that CacheFacts and PrefixStore take."""
+    def text(self) -> bytes:
+        """All fields as JSON: the record's one text."""
         found = ["kvx record 1", number(asdict(self))]
-        text = json.dumps(found, sort_keys=True, allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return json.dumps(found, sort_keys=True, allow_nan=False).encode()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the text as hex: the fingerprint that CacheFacts and PrefixStore take."""
+        return hashlib.sha256(self.text).hexdigest()
 
 
 def without_rope(config: Mapping[str, Any]) -> dict[str, Any]:

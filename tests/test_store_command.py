@@ -25,7 +25,14 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvx_adapters.cli.commands import app
-from kvx_core import CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    InvalidArgumentError,
+    ModelRecord,
+    describe,
+)
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.stores.inventory import Inventory, num_bytes_of
@@ -38,12 +45,16 @@ KEY, NEW_KEY, SECRET = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 9
 
 
 def prefix_store(
-    path: Path, model: str = "a", salt: str = "", max_bytes: int | None = None, **options: Any
+    path: Path,
+    model: str | ModelRecord = "a",
+    salt: str = "",
+    max_bytes: int | None = None,
+    **options: Any,
 ) -> PrefixStore:
     options = {"total_kv_heads": 3, "precision": Precision.of(DType.F32)} | options
     return PrefixStore(
         Directory(path, max_bytes),
-        fingerprint=model * 64,
+        fingerprint=model * 64 if isinstance(model, str) else model,
         num_layers=2,
         chunk_tokens=CHUNK,
         salt=salt,
@@ -225,6 +236,32 @@ def test_on_a_terminal(columns: int, path: Path) -> None:
     assert all(line.endswith("s ago") for line in (first, second, third))
     assert "…" not in text
     assert max(map(len, (head, first, second, third))) <= columns
+
+
+def test_the_record_of_a_model(path: Path) -> None:
+    """Beside its entries, for people; who writes next mends it."""
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    record = ModelRecord(files="f" * 64, architecture="qwen3", rope=rope, adapters=("sql",))
+    save(prefix_store(path, record), 1)
+    (space,) = listed(path, "--model", record.fingerprint)
+    assert space["model"] == record.fingerprint
+    assert (space["model_record"]["architecture"], space["model_record"]["adapters"]) == (
+        *("qwen3", ["sql"]),
+    )
+    assert [s["model_record"] for s in listed(path, "--model", "b")] == [None]
+    assert "qwen3" in kvx("ls", path).stdout
+    file = path / space["space"] / "model.json"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == record.fingerprint
+    kvx("verify", path)
+    for wrong in (b"", b"{}", file.read_bytes().replace(b"qwen3", b"llama"), bytes(2 << 20)):
+        file.write_bytes(wrong)
+        (space,) = listed(path, "--model", record.fingerprint)
+        assert space["model_record"] is None
+        found = json.loads(kvx("verify", path, "--json", code=1).stdout)
+        assert [bad["file"] for bad in found["bad"]] == [str(file.relative_to(path))]
+    save(prefix_store(path, record), 2)
+    assert listed(path, "--model", record.fingerprint)[0]["model_record"]["rope"] == rope
+    kvx("verify", path)
 
 
 def test_verify(path: Path) -> None:

@@ -43,10 +43,11 @@ _SHOWN, _SHOWN_NARROW = 12, 8  # digits of hashes
 _WIDE = 100  # columns of a terminal
 _HASHES = ("space", "model", "salt", "kind")
 _MOST_WORDS = 60  # characters of a text that is as long as a file says
-_WIDE_ONLY = ("epoch", "entries", "precision", "keys")
+_WIDE_ONLY = ("architecture", "epoch", "entries", "precision", "keys")
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "space": "left",
     "model": "left",
+    "architecture": "left",
     "epoch": "left",
     "salt": "left",
     "entries": "right",
@@ -296,6 +297,7 @@ def _facts(found: Inventory, space: Space) -> dict[str, Any]:
     return {
         "space": space.name,
         "model": record.fingerprint if record else None,
+        "model_record": space.model or None,
         "epoch": record.epoch if record else None,
         "salt": record.salt if record else None,
         "lossy": record.lossy if record else None,
@@ -335,6 +337,7 @@ def _cells(found: Inventory, space: Space) -> dict[str, str]:
     return {
         "space": space.name,
         "model": record.fingerprint if record else "?",
+        "architecture": str(space.model.get("architecture", ""))[:_MOST_WORDS],
         "epoch": record.epoch[:_MOST_WORDS] if record else "?",
         "salt": (record.salt or "none") if record else "?",
         "entries": f"{space.num_entries:,}",

@@ -18,7 +18,7 @@ from kvx_adapters import tensorrt_llm
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_adapters.tensorrt_llm_plugin.identity import model_record
 from kvx_adapters.tensorrt_llm_plugin.settings import Settings
-from kvx_core import CacheView, DType, UnsupportedError
+from kvx_core import CacheView, DType, ModelRecord, UnsupportedError
 from kvx_core.connector.local_model import local_model
 from kvx_core.snapshot import Precision
 from kvx_core.stores.prefix import PrefixStore
@@ -60,7 +60,7 @@ _DTYPES = {torch.float16: "HALF", torch.bfloat16: "BF16", torch.float32: "FLOAT"
 class Model:
     """A model that TensorRT-LLM serves. Raises UnsupportedError, InvalidArgumentError."""
 
-    fingerprint: str
+    record: ModelRecord
     num_layers: int
     total_kv_heads: int
     head_dim: int
@@ -95,7 +95,7 @@ class Model:
             )
         is_neox, rotary_dim = _rotary(config, settings, head_dim)
         return cls(
-            fingerprint=model_record(llm_args, settings, directory, config).fingerprint,
+            record=model_record(llm_args, settings, directory, config),
             num_layers=config.num_hidden_layers,
             total_kv_heads=1 if is_mla else heads,
             head_dim=config.kv_lora_rank + config.qk_rope_head_dim if is_mla else head_dim,
@@ -108,6 +108,11 @@ class Model:
             rotary_dim=rotary_dim,
             kv_scaling_factor=settings.kv_scaling_factor,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model as it is computed."""
+        return self.record.fingerprint
 
     def heads_of(self, rank: int) -> tuple[int, int]:
         """The heads of a rank: first, and one past the last. More ranks than heads share heads.
@@ -155,7 +160,7 @@ class Model:
     def store(self, settings: Settings) -> PrefixStore:
         """The store named by the settings."""
         return settings.store(
-            fingerprint=self.fingerprint,
+            fingerprint=self.record,
             num_layers=self.num_layers,
             total_kv_heads=self.total_kv_heads,
             precision=Precision.of(self.compute_dtype, self.spec(1, (0, 1)).torch_dtype),

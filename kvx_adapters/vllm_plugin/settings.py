@@ -121,12 +121,13 @@ class Stores(Scoped):
     def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none"""
         model = vllm_config.model_config
-        self.fingerprint = model_record(vllm_config, settings).fingerprint
+        record = model_record(vllm_config, settings)
+        self.fingerprint = record.fingerprint
         self._precisions = precisions(model, vllm_config.cache_config)
         self.files = StartFiles(vllm_config, settings, self.fingerprint)
         num_layers = len(self._precisions)
         store = settings.store(
-            fingerprint=self.fingerprint,
+            fingerprint=record,
             num_layers=num_layers,
             total_kv_heads=[total_kv_heads(model, layer) for layer in range(num_layers)],
             new_chunk_tokens=_new_chunk_tokens(window),

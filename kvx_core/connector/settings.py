@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.model_record import ModelRecord
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.stores.access import check_access
 from kvx_core.stores.blobs import Directory
@@ -79,7 +80,7 @@ class StoreSettings(BaseModel):
     def store(
         self,
         *,
-        fingerprint: str,
+        fingerprint: str | ModelRecord,
         num_layers: int,
         total_kv_heads: int | Sequence[int],
         precision: Precision | Sequence[Precision],

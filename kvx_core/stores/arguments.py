@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.model_record import ModelRecord
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.kinds import Heads, heads_of
@@ -26,6 +27,16 @@ from kvx_core.words import (
 )
 
 _MAX_SPANS = 1 << 20  # of one sequence: more than any has, and a list of them is 150 MB
+
+
+def model(value: Any) -> tuple[str, bytes]:
+    """The fingerprint of a model, and the text of its record; b"" if that is not known.
+
+    Raises InvalidArgumentError.
+    """
+    if isinstance(value, ModelRecord):
+        return value.fingerprint, value.text
+    return instance("fingerprint", value, str, "a string or a ModelRecord"), b""
 
 
 def accept(name: str, value: Any) -> str:

@@ -12,19 +12,27 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import ReadFile, close
 from kvx_core.snapshot import CorruptError, StoreError
+from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.chunk_file import ChunkFile, open_chunk, said_tokens
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.names import is_key, is_mark, kind_name, parse_entry, space_record
+from kvx_core.stores.names import (
+    is_key,
+    is_mark,
+    kind_name,
+    model_record,
+    parse_entry,
+    space_record,
+)
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.stored_kind import Lengths, StoredKind
@@ -100,6 +108,7 @@ class Space:
     name: str
     record: SpaceRecord | None = None
     reason: str = ""  # why there is no record
+    model: dict[str, Any] = field(default_factory=dict)  # ModelRecord's fields, if known
     kinds: dict[str, StoredKind] = field(default_factory=dict)  # by id
     marks: list[StoredFile] = field(default_factory=list)
     records: list[StoredFile] = field(default_factory=list)  # and their MACs
@@ -201,7 +210,11 @@ class Inventory:
             kinds.setdefault(entry.kind, StoredKind(entry.kind)).files.append(file)
         elif is_mark(file.name):
             self._space(name).marks.append(file)
-        elif file.name == space_record(name) or _MAC.fullmatch(rest) or self._is_kind(file.name):
+        elif (
+            file.name in (space_record(name), model_record(name))
+            or _MAC.fullmatch(rest)
+            or self._is_kind(file.name)
+        ):
             self._space(name).records.append(file)
         else:
             return False
@@ -224,7 +237,10 @@ class Inventory:
         except StoreError as error:
             space.reason = str(error)
         for file in space.records:
-            if self._is_kind(file.name):
+            if file.name == model_record(space.name):
+                with suppress(StoreError, ValueError, TypeError, RecursionError):
+                    space.model = dict(strict_json(self.model_text(space))[1])
+            elif self._is_kind(file.name):
                 id = file.name.rpartition("/")[2].removesuffix(".json")
                 space.kinds.setdefault(id, StoredKind(id))
         for number, kind in enumerate(
@@ -238,6 +254,16 @@ class Inventory:
                 kind.kind = found
             else:
                 kind.reason = found
+
+    def model_text(self, space: Space) -> bytes:
+        """The record of a space's model. Raises CorruptError, StoreError."""
+        name = model_record(space.name)
+        raw = self.read(name, MAX_BYTES)
+        if space.record is None:
+            raise StoreError(f"{name} cannot be judged: {space.reason}")
+        if hashlib.sha256(raw).hexdigest() != space.record.fingerprint:
+            raise CorruptError(f"{name} is not the record of model {space.record.fingerprint}")
+        return raw
 
     def _kind(self, name: str, id: str) -> Kind | str:
         """A kind, or why it cannot be read. Spaces of one model have the same kinds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.kind import Kind
-from kvx_core.stores.names import kind_name, kinds_folder, space_record
+from kvx_core.stores.names import kind_name, kinds_folder, model_record, space_record
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
@@ -47,15 +48,19 @@ class Kinds:
         clock: Callable[[], float] = time.monotonic,
         reader: object = None,
         has_room: Callable[[int], bool] = lambda num_bytes: True,
+        about: bytes = b"",
     ) -> None:
         """demand:   the precision of each layer of the reader's cache
         reader:   the same for all spaces of one; what is found of its caches is kept with it
         has_room: whether so many bytes of records may be kept, in all spaces together
+        about:    the text of the model's record, if it is known; its digest is the fingerprint
         """
         self.record, self.reader = record, reader or object()
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
         self._clock, self._has_room = clock, has_room
+        is_own = hashlib.sha256(about).hexdigest() == record.fingerprint
+        self._about = about if is_own and len(about) <= MAX_BYTES else b""
         self.num_bytes = 0  # of records that others have written
         self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
@@ -202,7 +207,8 @@ class Kinds:
     # ---- for writers ----
 
     def ensure(self, kind: Kind) -> None:
-        """Writes the records of a kind and of the space if they are not there, or are damaged.
+        """Writes the records of a kind, of the space and of its model if they are not there, or are
+        damaged.
 
         Raises StoreError.
         """
@@ -217,6 +223,8 @@ class Kinds:
             if mac is not None:  # first, so that nobody sees the record without it
                 self._put(mac[0], mac[1].encode())
             self._put(name, raw)
+        if self._about:  # needs no MAC: the space's record has its digest
+            self._put(model_record(self.record.name), self._about)
         self._written[kind.id] = self._clock()
 
     def know(self, kind: Kind) -> None:
@@ -284,16 +292,25 @@ class Spaces:
     """The kinds of each space of a store, as long as somebody has them. Threads may share it."""
 
     def __init__(
-        self, blobs: BlobStore, secrets: Secrets, demand: Sequence[Precision], accept: Accept
+        self,
+        blobs: BlobStore,
+        secrets: Secrets,
+        demand: Sequence[Precision],
+        accept: Accept,
+        about: bytes = b"",
     ) -> None:
-        self._arguments, self._reader = (blobs, secrets, demand, accept), object()
+        self._arguments, self._about = (blobs, secrets, demand, accept), about
+        self._reader = object()
         self._known = WeakValueDictionary[str, Kinds]()
 
     def kinds(self, record: SpaceRecord) -> Kinds:
         """The kinds of a space, for all who ask."""
         blobs, secrets, demand, accept = self._arguments
         new = Kinds(
-            blobs, secrets, record, demand, accept, reader=self._reader, has_room=self._has_room
+            *(blobs, secrets, record, demand, accept),
+            reader=self._reader,
+            has_room=self._has_room,
+            about=self._about,
         )
         return self._known.setdefault(record.name, new)
 

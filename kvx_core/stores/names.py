@@ -96,6 +96,11 @@ def space_record(space: str) -> str:
     return f"{space}/space.json"
 
 
+def model_record(space: str) -> str:
+    """The name of the record of a space's model."""
+    return f"{space}/model.json"
+
+
 def parse_entry(name: str) -> EntryName | None:
     """Parses the name of an entry's file; None if it is another one."""
     found = _ENTRY.fullmatch(name)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.model_record import ModelRecord
 from kvx_core.planes import Plane
 from kvx_core.snapshot import (
     Accept,
@@ -77,7 +78,7 @@ class PrefixStore:
         self,
         blobs: BlobStore,
         *,
-        fingerprint: str,
+        fingerprint: str | ModelRecord,
         num_layers: int,
         total_kv_heads: int | Sequence[int],
         precision: Precision | Sequence[Precision],
@@ -92,7 +93,7 @@ class PrefixStore:
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
-        fingerprint:  of the model as it is computed: ModelRecord.fingerprint
+        fingerprint:  of the model as it is computed; or its record, which people can then read
         num_layers:   of the model; an entry is found once it holds all of them
         total_kv_heads: of the model, in every layer; or of each layer
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
@@ -113,8 +114,8 @@ class PrefixStore:
         num_layers = integer("num_layers", num_layers, 1)
         kv_heads = arguments.of_layers("total_kv_heads", total_kv_heads, num_layers)
         requested = integer("chunk_tokens", requested, 1)
-        for name, value in {"fingerprint": fingerprint, "salt": salt}.items():
-            instance(name, value, str, "a string")
+        fingerprint, about = arguments.model(fingerprint)
+        instance("salt", salt, str, "a string")
         demand = arguments.precisions(precision, num_layers)
         self._blobs = blobs
         self._secrets = Secrets.of(key, encryption_key)
@@ -132,7 +133,7 @@ class PrefixStore:
         )
         of_model = fingerprint, kv_heads, self._planes, self.format
         self._sections = ModelSections(*of_model, self.is_lossy)
-        self._spaces = Spaces(blobs, self._secrets, self._own, accept)
+        self._spaces = Spaces(blobs, self._secrets, self._own, accept, about)
         marks = Marks(blobs, self._secrets, index := Index(), self._spaces.ids)
         self._entries = Entries(blobs, self._secrets, marks, index)
         self._superseded = Superseded(blobs, marks, index)
@@ -148,8 +149,9 @@ class PrefixStore:
             raise StoreError(f"{error}. The store was made with these chunk_tokens") from None
         self._rooms = Rooms()
 
-    def _stored_config(self) -> StoreConfig | None:
-        return stored_config(self._blobs, self._secrets, self._requested, self._otherwise)
+    def _stored_config(self, *, waits: bool = True) -> StoreConfig | None:
+        wanted = self._requested, self._otherwise
+        return stored_config(self._blobs, self._secrets, *wanted, waits=waits)
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
@@ -187,9 +189,7 @@ class PrefixStore:
     def chunk_tokens(self) -> int:
         """Tokens of a full chunk."""
         if self._config is None:
-            self._config = stored_config(
-                self._blobs, self._secrets, self._requested, self._otherwise, waits=False
-            )
+            self._config = self._stored_config(waits=False)
         if self._config is None:
             return self._requested or self._otherwise
         return self._config.chunk_tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.marks import most_bytes, parse_mark
-from kvx_core.stores.names import is_mark, space_record
+from kvx_core.stores.names import is_mark, model_record, space_record
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
@@ -67,6 +67,8 @@ def _check_record(store: Inventory, space: Space, file: StoredFile) -> None:
     raw = store.read(file.name, MAX_BYTES)
     if file.name == space_record(space.name):
         SpaceRecord.parse(raw, space.name)
+    elif file.name == model_record(space.name):
+        store.model_text(space)
     else:
         id = file.key
         if hashlib.sha256(raw).hexdigest()[: len(id)] != id:
