@@ -22,6 +22,7 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # no folder of this name
 # Source: linux include/uapi/linux/openat2.h, struct open_how
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_SYMLINKS = 0x04
+_CURRENT = -100  # AT_FDCWD: relative paths begin at the current directory
 _HOW_BYTES = 24
 
 # The kernel has no openat2, or a seccomp filter forbids it: some answer EPERM.
@@ -46,15 +47,27 @@ def open_beneath(root: int, path: str, flags: int) -> int:
     flags: FOLDER, FILE or NOTHING
     Raises OSError: ELOOP or ENOTDIR if a word is a symbolic link.
     """
-    how = ctypes.addressof(_how(flags))
-    encoded = os.fsencode(path or ".")
+    handle = _open(root, path or ".", flags)
+    return open_by_folders(root, path, flags) if handle is None else handle
+
+
+def open_without_links(path: str, flags: int) -> int | None:
+    """Opens a path of which no word is a symbolic link; None: the kernel has no call for that.
+
+    Raises OSError: ELOOP if a word is one.
+    """
+    return _open(_CURRENT, path, flags)
+
+
+def _open(folder: int, path: str, flags: int) -> int | None:
+    encoded, how = os.fsencode(path), ctypes.addressof(_how(flags))
     while True:
-        handle: int = _syscall(_SYS_OPENAT2, root, encoded, how, _HOW_BYTES)
+        handle: int = _syscall(_SYS_OPENAT2, folder, encoded, how, _HOW_BYTES)
         if handle >= 0:
             return handle
         error = ctypes.get_errno()
         if error in _UNAVAILABLE:
-            return open_by_folders(root, path, flags)
+            return None
         if error != errno.EINTR:
             raise OSError(error, os.strerror(error), path)
 

@@ -177,14 +177,13 @@ class Directory(BlobStore):
         """As BlobStore.open."""
         check_name(name)
         try:
-            root = self._open_root(name, "read")
-        except FileNotFoundError:
-            return None
-        try:
-            try:
-                file = open_beneath(root, name, FILE)
-            finally:
-                close(root)
+            file = self._root.open_file(name)
+            if file is None:
+                root = self._open_root(name, "read")
+                try:
+                    file = open_beneath(root, name, FILE)
+                finally:
+                    close(root)
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -10,7 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from kvx_core.files import close
-from kvx_core.stores.beneath import make_folders, sync_folder
+from kvx_core.stores.beneath import (
+    FILE,
+    make_folders,
+    open_without_links,
+    sync_folder,
+)
 
 Group = Literal["none", "read", "write"]
 
@@ -30,6 +36,7 @@ class Root:
     def __init__(self, path: Path, group: Group) -> None:
         self.path = os.fspath(path)
         self._group = group
+        self._has_links = False  # on the way to it
         self._looked_at: tuple[int, int, int] | None = None  # mode, user and group
 
     def open(self) -> int:
@@ -42,8 +49,24 @@ class Root:
         found = status.st_mode, status.st_uid, status.st_gid
         if found != self._looked_at:  # it may be made again, by somebody else
             self._looked_at = found
+            self._has_links = os.path.realpath(self.path) != os.path.abspath(self.path)
             self._look_at(status)
         return root
+
+    def open_file(self, name: str) -> int | None:
+        """A handle of a file in it, with one call of the system; None: that cannot be, since a
+        symbolic link leads to the directory, nobody has looked at it yet, or it is a file.
+
+        Raises OSError.
+        """
+        if self._looked_at is None or self._has_links:
+            return None
+        try:
+            return open_without_links(f"{self.path}/{name}", FILE)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+        return None
 
     def make(self) -> None:
         """Makes the directory as `group` says and its parents as the umask says, and syncs them.

@@ -14,7 +14,7 @@ import pytest
 
 from kvx_core import StoreError
 from kvx_core.snapshot import CorruptError, Snapshot, memory
-from kvx_core.stores import blobs, chunk_file
+from kvx_core.stores import beneath, chunk_file
 from tests.caches import assert_same_bytes
 from tests.core.test_stores import Engine, files_of, save, store_in
 
@@ -38,7 +38,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("error", FAULTS)
-@pytest.mark.parametrize("call", ["open_beneath", "preadv"])
+@pytest.mark.parametrize("call", ["_open", "preadv"])
 def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
     call: str, error: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
     def of_an_entry(_: int, path: object, *rest: object) -> bool:
         return call == "preadv" or "safetensors" in str(path)
 
-    owner = os if call == "preadv" else blobs
+    owner = os if call == "preadv" else beneath
     with monkeypatch.context() as patcher:
         patcher.setattr(owner, call, failing(error, of_an_entry, getattr(owner, call)))
         assert store.lookup(TOKENS).num_tokens == 0
