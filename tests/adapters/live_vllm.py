@@ -124,12 +124,16 @@ engine.step()
 assert span.view.holds() == [count + 1 for count in counts]
 
 
-def moved(ends: CacheSpan) -> None:
-    assert ends.view.holds is not None
-    verify(ends, ends, ends.view.holds())
+def used(ends: CacheSpan) -> None:
+    """The first token of each request is read."""
+    verify(ends, ends, [1] * ends.block_table.seq_count)
 
 
-# Ways out. Preempted requests are computed anew, in other blocks.
+def span_of(*ids: str) -> CacheSpan:
+    return vllm.live_span(llm, ids, fingerprint="f")
+
+
+# Preempted requests are computed anew, in other blocks.
 scheduler = engine.engine_core.engine_core.scheduler
 scheduler.reset_prefix_cache(reset_running_requests=True)
 while any(not scheduler.kv_cache_manager.get_block_ids(one)[0] for one in request_ids):
@@ -137,16 +141,21 @@ while any(not scheduler.kv_cache_manager.get_block_ids(one)[0] for one in reques
 leads_out(
     WayOut(
         "as when the span was made. Make a new span",
-        lambda: moved(span),
-        lambda: moved(vllm.live_span(llm, request_ids, fingerprint="f")),
+        lambda: used(span),
+        lambda: used(span_of(*request_ids)),
     )
 )
+span = span_of(*request_ids)
 engine.abort_request([request_ids[2]], internal=True)
 engine.step()
 unfinished = [one for one in request_ids if one != request_ids[2]]
-with pytest.raises(InvalidArgumentError, match=r"request '2-.*' is finished, and its blocks are"):
-    vllm.live_span(llm, unfinished, fingerprint="f")
-    moved(span)
+leads_out(
+    WayOut(
+        "is finished, and its blocks are free. Make a span of requests that are not",
+        lambda: used(span),
+        lambda: used(span_of(*unfinished)),
+    )
+)
 leads_out(
     WayOut(
         "which is not an unfinished request. Pass the ids that add_request returned, before the "
