@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 
-def run(source: str, names: dict[str, Any]) -> str:
-    """What a cell prints, and the value of its last line if that is an expression.
+def run(source: str, names: dict[str, Any]) -> tuple[str, str]:
+    """What a cell prints, and its value: that of its last line if that is an expression, or "".
 
     names: of the cells before; changed
     """
+    value = None
     tree = ast.parse(source)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(tree, "cell", "exec"), names)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
-            if value is not None:
-                print(repr(value))
-    return printed.getvalue()
+    return printed.getvalue(), "" if value is None else repr(value)
 
 
 def executed(notebook: dict[str, Any]) -> dict[str, Any]:
@@ -39,12 +38,26 @@ def executed(notebook: dict[str, Any]) -> dict[str, Any]:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             count += 1
-            text = run("".join(cell["source"]), names)
-            lines = text.splitlines(keepends=True)
-            stream = {"name": "stdout", "output_type": "stream", "text": lines}
-            cell = cell | {"execution_count": count, "outputs": [stream] if text else []}
+            printed, value = run("".join(cell["source"]), names)
+            cell = cell | {"execution_count": count, "outputs": _outputs(printed, value, count)}
         cells.append(cell)
     return notebook | {"cells": cells}
+
+
+def _outputs(printed: str, value: str, count: int) -> list[dict[str, Any]]:
+    """The outputs of a cell as Jupyter keeps them.
+
+    Source: nbformat 5.11 v4/nbformat.v4.5.schema.json, stream, execute_result
+    """
+    found: list[dict[str, Any]] = []
+    if printed:
+        lines = printed.splitlines(keepends=True)
+        found.append({"name": "stdout", "output_type": "stream", "text": lines})
+    if value:
+        data = {"text/plain": value.splitlines(keepends=True)}
+        kind = {"output_type": "execute_result", "execution_count": count}
+        found.append({"data": data, **kind, "metadata": {}})
+    return found
 
 
 def markdown(notebook: dict[str, Any]) -> str:
@@ -57,7 +70,8 @@ def markdown(notebook: dict[str, Any]) -> str:
             continue
         out.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
-            out.append(f"```text\n{''.join(output['text'])}```")
+            lines = output["text"] if "text" in output else output["data"]["text/plain"]
+            out.append(f"```text\n{''.join(lines).rstrip()}\n```")
     return "\n\n".join(out) + "\n"
 
 

@@ -115,6 +115,7 @@ def run(clone: Path, command: str) -> str:
 
 def test_the_screens_hold_these_commands() -> None:
     assert [command.split()[:2] for command in commands()] == [
+        ["git", "clone"],
         ["make", "demo"],
         ["make", "test"],
         ["pip", "install"],
@@ -123,9 +124,17 @@ def test_the_screens_hold_these_commands() -> None:
     ]
 
 
+def test_clone(clone: Path, tmp_path: Path) -> None:
+    """From this repository; where it is hosted is filled in before a release."""
+    command = commands()[0]
+    assert "https://HOST/OWNER/kvx " in command
+    command = command.replace("https://HOST/OWNER/kvx", f"{ROOT} kvx")
+    assert "Makefile" in run(clone, f"cd {tmp_path} && {command} && ls")
+
+
 def test_make(clone: Path) -> None:
     """The demo whole, and of the tests those of the README: this is one of the others."""
-    demo, test, *_ = commands()
+    _, demo, test, *_ = commands()
     assert "[4/4]" in run(clone, demo)
     assert (clone / "kvx_core" / "libkvx.so").exists()
     assert " passed" in run(clone, f"{test} ARGS=tests/test_readme.py")
@@ -133,7 +142,7 @@ def test_make(clone: Path) -> None:
 
 def test_install_and_doctor(clone: Path) -> None:
     """What the extras bring is there: of vLLM, all but what no test needs."""
-    _, _, install, doctor, _ = commands()
+    *_, install, doctor, _ = commands()
     assert "Successfully installed kvx" in run(clone, f"{install} --no-deps --no-build-isolation")
     said = run(clone, doctor)
     assert "✗" not in said

@@ -154,9 +154,9 @@ def test_a_notebook_prints_what_it_has_kept(path: Path) -> None:
 
 def test_a_cell_shows_its_last_value() -> None:
     names: dict[str, object] = {}
-    assert notebook.run("a = 3\nprint('b')\na + 1", names) == "b\n4\n"
-    assert notebook.run("print(a)", names) == "3\n"
-    assert notebook.run("a = 5", names) == ""
+    assert notebook.run("a = 3\nprint('b')\na + 1", names) == ("b\n", "4")
+    assert notebook.run("print(a)", names) == ("3\n", "")
+    assert notebook.run("a = 5", names) == ("", "")
 
 
 def test_a_notebook_is_a_page() -> None:
@@ -164,6 +164,10 @@ def test_a_notebook_is_a_page() -> None:
         {"cell_type": "markdown", "source": ["# A\n", "text"]},
         {"cell_type": "code", "source": ["b"], "outputs": [{"text": ["1\n", "2\n"]}]},
         {"cell_type": "code", "source": ["c"], "outputs": []},
+        {"cell_type": "code", "source": ["d"], "outputs": [{"data": {"text/plain": ["3"]}}]},
     ]
-    expected = "# A\ntext\n\n```python\nb\n```\n\n```text\n1\n2\n```\n\n```python\nc\n```\n"
+    expected = (
+        "# A\ntext\n\n```python\nb\n```\n\n```text\n1\n2\n```\n\n```python\nc\n```\n\n"
+        "```python\nd\n```\n\n```text\n3\n```\n"
+    )
     assert notebook.markdown({"cells": cells}) == expected

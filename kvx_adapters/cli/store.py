@@ -173,11 +173,11 @@ def _verify(
             print(printable(reason))
         print(f"{num_good:,} of {num_files:,} files are good.")
         if unknown:
-            print(f"{len(unknown):,} cannot be judged here: they stay.{_way_out(found)}")
+            print(f"{len(unknown):,} cannot be judged here: they stay.{keys_that_help(found)}")
     raise typer.Exit(0 if num_good == num_files else 1)
 
 
-def _way_out(found: Inventory) -> str:
+def keys_that_help(found: Inventory) -> str:
     """Which keys would help."""
     spaces = found.spaces()
     options = []

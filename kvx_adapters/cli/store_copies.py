@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvx_adapters.cli.store import missing_model
+from kvx_adapters.cli.store import keys_that_help, missing_model
 from kvx_adapters.cli.store_exports import Export
 from kvx_adapters.cli.store_imports import Import, folders_of
 from kvx_adapters.cli.store_options import (
@@ -93,7 +93,7 @@ def _export(
             f"{size_text(num_bytes)}, in {printable(str(folder))}."
         )
         if failed:
-            print(f"{len(failed):,} entries were left out.")
+            print(f"{len(failed):,} entries were left out.{keys_that_help(found)}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -121,6 +121,10 @@ def _import(
         if not folder.is_dir():
             raise StoreError(f"FOLDER is {folder}, expected what `kvx store export` writes")
         folders = folders_of(folder)
+        if chunk_tokens is None and not path.exists():
+            raise StoreError(
+                f"PATH is {path}, expected the directory of a store. To make one: --chunk-tokens"
+            )
         if chunk_tokens is None:
             opened(path, secrets)
         directory = Directory(path, group=_group(path))

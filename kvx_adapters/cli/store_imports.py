@@ -123,7 +123,7 @@ class Import:
             try:
                 return Snapshot.open(path, key=key)
             except UnsignedError as wrong:
-                error = wrong
+                error = StoreError(f"{wrong}, or take what is not signed: --unsigned")
         raise error
 
     def _check(self, snapshot: Snapshot) -> None:

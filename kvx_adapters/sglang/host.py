@@ -88,12 +88,13 @@ def _require(host_pool: Any, pool: Any) -> None:
         )
     if host_pool.layout not in _LAYOUTS:
         raise UnsupportedError(
-            f"host_pool.layout is {host_pool.layout!r}, expected one of {', '.join(_LAYOUTS)}"
+            f"host_pool.layout is {host_pool.layout!r}, expected one of {', '.join(_LAYOUTS)}. "
+            "Choose another --hicache-mem-layout"
         )
     if getattr(host_pool, "dcp_size", 1) != 1:
         raise UnsupportedError(
             f"host_pool.dcp_size is {host_pool.dcp_size}, expected 1: with more each rank holds "
-            "some tokens of a page"
+            "some tokens of a page. Start SGLang with --dcp-size 1"
         )
     names = ["page_size", *([] if is_latent(pool) else ["head_num", "head_dim", "v_head_dim"])]
     names += ["kv_cache_dim"] if is_latent(pool) else []

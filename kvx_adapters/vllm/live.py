@@ -78,7 +78,10 @@ def _outdated(view: CacheView, scheduler: Any, blocks: dict[str, list[int]]) -> 
         return gone
     for name, then in blocks.items():
         if name not in scheduler.requests:
-            return f"request {name!r} is finished, and its blocks are free"
+            return (
+                f"request {name!r} is finished, and its blocks are free. Make a span of requests "
+                "that are not"
+            )
         now = _blocks(scheduler, name)
         if now[: len(then)] != then:
             return (

@@ -26,6 +26,7 @@ from tests.block_layouts import (
     same,
     stack,
 )
+from tests.ways_out import WayOut, leads_out
 
 DIMS = Dims(nh=3, nl=2, no=2, nt=4, hd=5, nb=3)
 OPERATIONAL = Dims(nh=2, nl=3, no=2, nt=4, hd=3, nb=2)
@@ -390,3 +391,137 @@ def test_every_tensor_is_looked_at(dtype: torch.dtype, at: int, seed: int) -> No
     src[at] = torch.cat([good, good])[5:]
     kvbm.vectorized_copy(src, dst)
     assert all(same(*pair) for pair in zip(dst, src, strict=True))
+
+
+# --- ways out -----------------------------------------------------------------------------------
+
+
+def to_universal(
+    change: Callable[[Any, Any], Any] = lambda *_: None, layout: str = "NHD", **options: Any
+) -> None:
+    """A stack of random numbers, changed, into universal blocks that then have its numbers."""
+    blocks, universals = stack(DIMS, "NHD", torch.float16, 3), good()[1]
+    change(blocks, universals)
+    kvbm.block_to_universal(blocks, universals, layout, **options)
+    first = universals[0]
+    expected = as_universal(blocks[0], DIMS, "NHD").to(first.dtype)
+    assert same(first[: len(expected)], expected)
+
+
+def more_heads(blocks: Any, universals: Any) -> None:
+    universals[:] = [torch.cat([t, t]) for t in universals]
+
+
+def contiguous(blocks: Any, universals: Any) -> None:
+    one_strided(blocks, universals)
+    blocks[:] = [[t.contiguous() for t in block] for block in blocks]
+
+
+def of_int16(blocks: Any, universals: Any) -> None:
+    blocks[:] = [[t.to(torch.int16) for t in block] for block in blocks]
+
+
+def both_of_int16(blocks: Any, universals: Any) -> None:
+    of_int16(blocks, universals)
+    universals[:] = [t.to(torch.int16) for t in universals]
+
+
+def to_operational(backend: str, dtype: torch.dtype) -> None:
+    operationals = filled(DIMS.nb, DIMS.operational, dtype)
+    kvbm.block_to_operational(
+        stack(DIMS, "NHD", torch.float16, 3), operationals, backend, convert=dtype != torch.float16
+    )
+
+
+def into_numpy(*, copied: bool) -> None:
+    blocks = [[t.numpy() for t in block] for block in stack(DIMS, "NHD", torch.float16, 3)]
+    frozen = [np.zeros(DIMS.universal, np.float16) for _ in range(DIMS.nb)]
+    for each in frozen:
+        each.flags.writeable = False
+    kvbm.block_to_universal(blocks, [t.copy() for t in frozen] if copied else frozen)
+
+
+def of_doubles(*, copied: bool) -> None:
+    wide = [
+        [torch.randn(4, 3, 10, dtype=torch.float64)[:, :, ::2] for _ in range(4)] for _ in "abc"
+    ]
+    blocks = [[t.contiguous() for t in block] for block in wide] if copied else wide
+    kvbm.block_to_universal(blocks, filled(3, DIMS.universal, torch.float64))
+
+
+def copies(change: Callable[[Any], Any], call: Any = kvbm.vectorized_copy) -> None:
+    dst = [torch.zeros(5) for _ in range(2)]
+    call([change(torch.randn(10)) for _ in dst], dst)
+
+
+WAYS_OUT = [
+    WayOut(
+        "Give head_start to copy some of the heads (spec E.15)",
+        lambda: to_universal(more_heads),
+        lambda: to_universal(more_heads, head_start=0),
+    ),
+    WayOut(
+        "expected at most 3: the 3 heads of blocks[0][0] reach past the 6 of universals[0] "
+        "(spec E.15)",
+        lambda: to_universal(more_heads, head_start=4),
+        lambda: kvbm.block_to_universal(
+            good()[0], [torch.cat([t, t]) for t in good()[1]], head_start=3
+        ),
+    ),
+    WayOut(
+        "Give convert=True to convert numbers on the way (spec E.15)",
+        lambda: to_universal(all_dtypes),
+        lambda: to_universal(all_dtypes, convert=True),
+    ),
+    WayOut(
+        "convert the tensors to one dtype (spec E.15)",
+        lambda: to_universal(one_dtype),
+        to_universal,
+    ),
+    WayOut(
+        "pass contiguous copies (spec E.15)",
+        lambda: to_universal(one_strided),
+        lambda: to_universal(contiguous),
+    ),
+    WayOut(
+        "whose numbers KVX copies and does not convert. Pass both ends in one dtype (spec E.15)",
+        lambda: to_universal(of_int16, convert=True),
+        lambda: to_universal(both_of_int16, convert=True),
+    ),
+    WayOut(
+        "expected 'auto' or 'kernel' for tensors that are not contiguous or have two dtypes "
+        "(spec E.15)",
+        lambda: to_operational("batch", torch.float32),
+        lambda: [to_operational(name, torch.float32) for name in ("auto", "kernel")],
+    ),
+    WayOut(
+        "universals has read-only memory, expected writable. Pass writable copies",
+        lambda: into_numpy(copied=False),
+        lambda: into_numpy(copied=True),
+    ),
+    WayOut(
+        "do not follow each other. Pass a contiguous copy (spec E.15)",
+        lambda: of_doubles(copied=False),
+        lambda: of_doubles(copied=True),
+    ),
+    WayOut(
+        "srcs[0].stride is (2,), expected contiguous. Pass contiguous copies",
+        lambda: copies(lambda t: t[::2]),
+        lambda: copies(lambda t: t[::2].contiguous()),
+    ),
+    WayOut(
+        "in memory they have the other sign. Pass srcs[0].resolve_neg()",
+        lambda: copies(lambda t: torch._neg_view(t[:5])),
+        lambda: copies(lambda t: torch._neg_view(t[:5]).resolve_neg()),
+    ),
+    WayOut(
+        "layout is 'hnd', expected 'NHD' or 'HND'",
+        lambda: to_universal(layout="hnd"),
+        lambda: to_universal(layout="NHD"),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)

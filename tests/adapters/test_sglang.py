@@ -650,7 +650,13 @@ def test_settings_that_ways_out_name_are_sglangs() -> None:
         assert hasattr(wheel.envs, name)
     folder = Path(sys.modules["sglang"].__path__[0]) / "srt/arg_groups/fields"
     fields = "".join(path.read_text() for path in folder.glob("*.py"))
-    for name in ("kv_cache_dtype", "enable_linear_replayssm", "enable_linear_replayssm_spec"):
+    for name in (
+        "kv_cache_dtype",
+        "enable_linear_replayssm",
+        "enable_linear_replayssm_spec",
+        "dcp_size",
+        "hicache_mem_layout",
+    ):
         assert f"    {name}: A[" in fields
     for choice in ("auto", "fp8_e4m3", "fp8_e5m2"):
         assert f'"{choice}",' in fields

@@ -32,6 +32,7 @@ from tests.sglang_pools import (
     windows,
 )
 from tests.sglang_pools import SENTINEL as S
+from tests.ways_out import WayOut, leads_out
 
 PAGE, LAYERS = 16, 2
 every_seed = pytest.mark.parametrize("seed", SEEDS)
@@ -292,6 +293,98 @@ def test_other_host_pools_are_refused() -> None:
     host.dcp_size, host.layout = 1, "page_first_kv_split"
     with pytest.raises(UnsupportedError, match=r"host_pool\.layout is 'page_first_kv_split'"):
         sglang.host_views(host, pool, SAME_MODEL)
+
+
+# ---- ways out ----
+
+
+def of_host(field: str = "page_size", value: Any = PAGE) -> None:
+    """A host pool with a field as it may be."""
+    pool = mha()
+    host = host_of(pool, "page_first")
+    setattr(host, field, value)
+    sglang.host_views(host, pool, SAME_MODEL)
+
+
+def in_layout(layout: str) -> None:
+    pool = mha()
+    host = host_of(pool, layout if layout in FLAT else "page_first")
+    host.layout = layout
+    sglang.host_views(host, pool, SAME_MODEL)
+
+
+def backed_up(other: Any) -> None:
+    """The views of a host pool beside a pool that may be another's."""
+    pool = mha()
+    sglang.host_views(host_of(pool, "page_first"), other or pool, SAME_MODEL)
+
+
+def moved_elsewhere(*, again: bool) -> None:
+    """A host pool that has another buffer than when it was described."""
+    pool = mha()
+    host = host_of(pool, "page_first")
+    pages = Pages(pool, host, 0)
+    views = sglang.host_views(host, pool, SAME_MODEL)
+    host.kv_buffer = host.kv_buffer.clone()
+    if again:
+        moved(pool, host, pages)
+        return
+    src = sglang.cache_view(pool, SAME_MODEL).at(slots=pages.slots(pages.here))
+    migrate(src, views[0].at(slots=pages.slots(pages.there)), [4 * PAGE])
+
+
+def destroyed(*, other: bool) -> None:
+    pool = mha()
+    host = host_of(pool, "page_first")
+    pages = Pages(pool, host, 0)
+    (view,) = sglang.host_views(host, pool, SAME_MODEL)
+    host.destroy()
+    if other:
+        now = host_of(pool, "page_first")
+        moved(pool, now, Pages(pool, now, 0))
+        return
+    src = sglang.cache_view(pool, SAME_MODEL).at(slots=pages.slots(pages.here))
+    migrate(src, view.at(slots=pages.slots(pages.there)), [4 * PAGE])
+
+
+WAYS_OUT = [
+    WayOut(
+        "Give the device pool that it backs up",
+        lambda: backed_up(mha(heads=2)),
+        lambda: backed_up(None),
+    ),
+    WayOut(
+        "expected the MHATokenToKVPool that the MHATokenToKVPoolHost backs up",
+        lambda: backed_up(mla()),
+        lambda: backed_up(mha()),
+    ),
+    WayOut(
+        "each rank holds some tokens of a page. Start SGLang with --dcp-size 1",
+        lambda: of_host("dcp_size", 2),
+        lambda: of_host("dcp_size", 1),
+    ),
+    WayOut(
+        "host_pool.layout is 'page_first_kv_split', expected one of layer_first, page_first, "
+        "page_first_direct, page_head, page_unified. Choose another --hicache-mem-layout",
+        lambda: in_layout("page_first_kv_split"),
+        lambda: [in_layout(layout) for layout in FLAT],
+    ),
+    WayOut(
+        "Call host_views again",
+        lambda: moved_elsewhere(again=False),
+        lambda: moved_elsewhere(again=True),
+    ),
+    WayOut(
+        "host_pool has been destroyed. Describe the pool that the engine uses now",
+        lambda: destroyed(other=False),
+        lambda: destroyed(other=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)
 
 
 # ---- docs/sglang.md ----

@@ -16,6 +16,7 @@ from tests import sglang_wheel as wheel
 from tests.documents import Document
 from tests.facts import SAME_MODEL
 from tests.sglang_pools import SEEDS, SENTINEL, bytes_of, filled, random_rows
+from tests.ways_out import WayOut, leads_out
 
 every_seed = pytest.mark.parametrize("seed", SEEDS)
 LAYERS = [0, 1, 3]
@@ -165,10 +166,27 @@ def test_refusals() -> None:
         sglang.state_view(pool, [1], SAME_MODEL)
 
 
-def test_the_page() -> None:
-    """With the wheel's HybridReqToTokenPool, which gives each request a slot."""
-    pool, other = states(), states()
-    shape = shape_of_states()
+def moved_states(*, again: bool) -> None:
+    """States that lie elsewhere than when they were described."""
+    pool = states()
+    randomize(pool, [1], 3)
+    a, b = (sglang.state_view(pool, [slot], SAME_MODEL) for slot in (1, 2))
+    pool.mamba_cache.conv[0] = pool.mamba_cache.conv[0].clone()
+    if again:
+        a, b = (sglang.state_view(pool, [slot], SAME_MODEL) for slot in (1, 2))
+    migrate(a.at(), b.at(), [1])
+    assert all(torch.equal(t[:, 1], t[:, 2]) for t in pool.mamba_cache.conv)
+
+
+def with_a_ring(name: str | None) -> None:
+    pool = states()
+    if name:
+        setattr(pool, name, True)
+    sglang.state_view(pool, [1], SAME_MODEL)
+
+
+def pool_of_requests() -> Any:
+    """The wheel's HybridReqToTokenPool, whose requests 2 and 4 have the slots 5 and 1."""
     requests = wheel.device.HybridReqToTokenPool(
         size=4,
         mamba_size=6,
@@ -176,12 +194,67 @@ def test_the_page() -> None:
         max_context_len=32,
         device="cpu",
         enable_memory_saver=False,
-        cache_params=config.Mamba2CacheParams(shape=shape, layers=LAYERS),
+        cache_params=config.Mamba2CacheParams(shape=shape_of_states(), layers=LAYERS),
         mamba_layer_ids=LAYERS,
         enable_mamba_extra_buffer=False,
         speculative_num_draft_tokens=None,
     )
     requests.req_index_to_mamba_index_mapping[torch.tensor([2, 4])] = torch.tensor([5, 1]).int()
+    return requests
+
+
+def of_requests(*, of_the_pool: bool) -> None:
+    requests = pool_of_requests()
+    pool = requests.mamba_pool if of_the_pool else requests
+    sglang.state_view(pool, requests.get_mamba_indices(torch.tensor([2, 4])), SAME_MODEL)
+
+
+def of_slots(*slots: int) -> None:
+    sglang.state_view(states(), list(slots), SAME_MODEL)
+
+
+WAYS_OUT = [
+    WayOut(
+        "expected a MambaPool: HybridReqToTokenPool.mamba_pool",
+        lambda: of_requests(of_the_pool=False),
+        lambda: of_requests(of_the_pool=True),
+    ),
+    WayOut(
+        "expected 1 to 6: slot 0 is that of padded requests. Give those of get_mamba_indices",
+        lambda: of_slots(0, 5),
+        lambda: of_requests(of_the_pool=True),
+    ),
+    WayOut(
+        "expected each once: a request has a state of its own",
+        lambda: of_slots(3, 3),
+        lambda: of_slots(3, 4),
+    ),
+    *(
+        WayOut(
+            "expected whole states. Start SGLang without --enable-linear-replayssm and "
+            "--enable-linear-replayssm-spec",
+            lambda name=name: with_a_ring(name),  # type: ignore[misc]
+            lambda: with_a_ring(None),
+        )
+        for name in ("enable_linear_replayssm", "enable_linear_replayssm_spec")
+    ),
+    WayOut(
+        "mamba_pool has its states elsewhere. Call state_view again",
+        lambda: moved_states(again=False),
+        lambda: moved_states(again=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)
+
+
+def test_the_page() -> None:
+    """With the wheel's HybridReqToTokenPool, which gives each request a slot."""
+    pool, other = states(), states()
+    requests = pool_of_requests()
     randomize(pool, [5, 1], 3)
     to = sglang.state_view(other, [2, 3], SAME_MODEL)
     Document("sglang.md").run(

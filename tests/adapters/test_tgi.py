@@ -33,7 +33,8 @@ from kvx_core import (
     write_kv,
 )
 from tests.facts import SAME_MODEL
-from tests.fakes.tgi import FLAVOURS, SENTINEL, Batch, Cache, SimpleAllocator
+from tests.fakes.tgi import FLAVOURS, SENTINEL, Batch, Cache, KVScales, SimpleAllocator
+from tests.ways_out import WayOut, leads_out
 
 SEEDS = [0, 1, 2]
 every_flavour = pytest.mark.parametrize("flavour", FLAVOURS, ids="-".join)
@@ -630,3 +631,151 @@ def test_a_span_of_a_window_that_has_gone_round_is_refused() -> None:
         assert "request 0 has 39 tokens in blocks for 32, expected" in str(raised.value)
     batch.cache_lengths_tensor = torch.tensor([32, 59], dtype=torch.int32)  # before it goes round
     migrate(span, dst, [32, 59])
+
+
+# ---- ways out ----
+
+FP8 = torch.float8_e4m3fn
+
+
+def of_scales(*scales: KVScales) -> CacheView:
+    cache = Cache("flashinfer", "cuda", "cuda", dtype=FP8)
+    pairs = [(cache.key, cache.value)]
+    return tgi.cache_view(pairs, cache.spec(), SAME_MODEL, kv_scales=scales)
+
+
+def paged_scales(scale: float) -> CacheView:
+    cache = Cache("paged", "cuda", "cuda", dtype=FP8)
+    scales = [KVScales.of(scale, scale)]
+    return tgi.cache_view([(cache.key, cache.value)], cache.spec(), SAME_MODEL, kv_scales=scales)
+
+
+def elsewhere(device: str) -> None:
+    cache = Cache("paged", "cuda", "cuda")
+    tgi.cache_desc(cache.key.to(device), cache.value.to(device), cache.spec()).validate()
+
+
+def values_of(cache: Cache, value: Tensor) -> None:
+    tgi.cache_desc(cache.key, value, cache.spec()).validate()
+
+
+def one_cache() -> Cache:
+    return Cache("flashdecoding", "cuda", "cuda")
+
+
+class Ring:
+    """A request of 60 tokens whose window of 40 has gone round its 3 blocks of 16."""
+
+    def __init__(self) -> None:
+        self.cache = Cache("paged", "cuda", "cuda", num_blocks=12)
+        self.tokens = random_tokens(5, 60, 2, 2, 64)
+        allocator = SimpleAllocator(self.cache, window=40)
+        self.batch: Any = Batch.of([allocator.allocate(61)], [1], [60])
+        self.batch.cache_lengths_tensor = self.batch.cache_lengths
+        for slot, (key, value) in zip(self.batch.slots.tolist(), self.tokens, strict=False):
+            self.cache.store(slot, key, value)
+
+    def into_dense(self, source: Any, first: int) -> None:
+        """Moves tokens `first` to 60 and compares them with those of the request."""
+        there = Cache("flashdecoding", "cuda", "cuda", num_blocks=3)
+        migrate(source, view_of(there).at([[2]]), [60 - first])
+        for i in range(60 - first):
+            pairs = zip(there.load(2 * 256 + i), self.tokens[first + i], strict=True)
+            assert all(torch.equal(found, token) for found, token in pairs)
+
+    def by_table(self) -> None:
+        self.into_dense(tgi.span(view_of(self.cache), self.batch), 0)
+
+    def by_slots(self) -> None:
+        ends, starts = torch.tensor([60]), torch.tensor([20])
+        slots = tgi.request_slots(self.batch.slots, self.batch.cu_slots, ends, starts)
+        self.into_dense(view_of(self.cache).at(slots=tgi.slot_mapping(slots)), 20)
+
+    def written(self, first: int) -> None:
+        """The slots of tokens `first` to 60, to be written."""
+        ends, starts = torch.tensor([60]), torch.tensor([first])
+        slots = tgi.request_slots(self.batch.slots, self.batch.cu_slots, ends, starts)
+        tgi.slot_mapping(slots, shared=torch.empty(0, dtype=torch.int64))
+
+
+def table_of(cache: Cache, *, ragged: bool) -> None:
+    batch = Batch.of([SimpleAllocator(cache).allocate(20)], [1], [19])
+    if ragged:
+        tgi.ragged(*batch.ragged(), spec=cache.spec())
+    else:
+        view_of(cache).at(tgi.block_table(batch.block_tables_tensor))
+
+
+def behind_a_prefix(first: int) -> None:
+    """Writes tokens from `first` on of a request whose first 16 others read, too."""
+    slots, cu_slots = torch.arange(32, 72), torch.tensor([0, 40])
+    shared = tgi.request_slots(slots, cu_slots, torch.tensor([16]))
+    own = tgi.request_slots(slots, cu_slots, torch.tensor([40]), torch.tensor([first]))
+    tgi.slot_mapping(own, shared=shared)
+
+
+def slots_of(num_slots: int) -> None:
+    tgi.request_slots(torch.arange(num_slots), torch.tensor([0, 4, 10]), torch.tensor([4, 6]))
+
+
+WAYS_OUT = [
+    WayOut(
+        "expected one of ... for paged on cuda: KVCache.store lets the kernel write 16-bit "
+        "elements into it",
+        lambda: spec_of(dtype=torch.float8_e5m2),
+        lambda: [spec_of(dtype=dtype) for dtype in (torch.float16, torch.bfloat16, FP8)],
+    ),
+    WayOut(
+        "expected a multiple of 8, TGI's x for torch.float16 and paged on cuda: KVCache has no "
+        "room for the rest",
+        lambda: spec_of(head_dim=20),
+        lambda: spec_of(head_dim=24),
+    ),
+    WayOut(
+        "KVX reaches no other memory. Pass a copy on the host",
+        lambda: elsewhere("meta"),
+        lambda: elsewhere("cpu"),
+    ),
+    WayOut(
+        "expected a tensor of its own: KVCache.value",
+        lambda: values_of(cache := one_cache(), cache.key),
+        lambda: values_of(cache := one_cache(), cache.value),
+    ),
+    WayOut("its attention's kv_scales", of_scales, lambda: of_scales(KVScales.of(0.5, 2.0))),
+    WayOut(
+        "expected 1.0 for paged on cuda: KVCache.store gives FP8 keys to a kernel that takes none",
+        lambda: paged_scales(0.5),
+        lambda: paged_scales(1.0),
+    ),
+    WayOut(
+        "which a block table cannot describe. Give the slots of the tokens that it still has: "
+        "request_slots(slots, cu_slots, ends, starts)",
+        lambda: Ring().by_table(),
+        lambda: Ring().by_slots(),
+    ),
+    WayOut(
+        "expected each slot once: a window is cyclic. Write its last tokens alone",
+        lambda: Ring().written(0),
+        lambda: Ring().written(20),
+    ),
+    WayOut(
+        "not a block per token. Use block_table",
+        lambda: table_of(one_cache(), ragged=True),
+        lambda: table_of(one_cache(), ragged=False),
+    ),
+    WayOut(
+        "expected a slot of one request alone. Write its tokens from prefix_len on",
+        lambda: behind_a_prefix(0),
+        lambda: behind_a_prefix(16),
+    ),
+    WayOut(
+        "expected at most 9, the number of slots: give both of one batch",
+        lambda: slots_of(9),
+        lambda: slots_of(10),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", WAYS_OUT, ids=str)
+def test_each_way_out_leads_out(case: WayOut) -> None:
+    leads_out(case)
