@@ -436,4 +436,4 @@ _COMPUTE_ANEW = ". Release the request and compute it anew if that pass has fail
 
 def _are_alike(rows: Heads) -> bool:
     """Whether all rows have the same numbers."""
-    return rows.tobytes() == rows[0].tobytes() * len(rows)
+    return bool(rows.tobytes() == rows[0].tobytes() * len(rows))
