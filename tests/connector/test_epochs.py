@@ -158,6 +158,21 @@ def test_files_are_read_in_a_thread(found: Any) -> None:
     assert any("gone" in line for line in engine.lines) == isinstance(found, OSError)
 
 
+def test_the_same_files_loaded_again_are_said_again() -> None:
+    """The name is the same; what was computed in between may not be shared."""
+    engine = Engine(name_files=lambda files: "files:b")
+    for count in (1, 2):
+        engine.call(OTHER)
+        engine.report()
+        assert engine.name is None
+        assert engine.epochs._workers is not None
+        assert engine.epochs._workers.wait(60)
+        assert engine.name == "files:b"
+        said = [line for line in engine.lines if line.endswith("from now on: weights files:b")]
+        assert len(said) == count
+        assert engine.epochs.current() is engine.epochs.current()
+
+
 @pytest.mark.parametrize("other", [Unknown(), Files("/models/third", None, "as it was")])
 def test_files_that_not_all_ranks_have_loaded(other: Any) -> None:
     engine = Engine(name_files=lambda files: "files:b")
