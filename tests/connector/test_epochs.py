@@ -305,3 +305,17 @@ def test_models_share_nothing_though_their_weights_have_one_name(name: str, tmp_
         )
         spaces |= {Scoped(store)[Scope(salt, name)].nodes([])[0] for salt in ("", "a")}
     assert len(spaces) == 4
+
+
+def test_a_change_has_loaded_nothing_that_is_known_until_it_says_so() -> None:
+    weights = Weights(origin=OTHER)
+    with weights.change():
+        assert (weights.generation, weights.is_changing, weights.origin) == (1, True, Unknown())
+        weights.came_from(OTHER)
+        with weights.change():  # a part of it
+            assert (weights.generation, weights.origin) == (1, OTHER)
+    assert (weights.is_changing, weights.origin) == (False, OTHER)
+    with pytest.raises(OSError, match="gone"), weights.change():
+        weights.came_from(OTHER)
+        raise OSError("gone")
+    assert (weights.generation, weights.is_changing, weights.origin) == (2, False, Unknown())
