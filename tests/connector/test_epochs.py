@@ -315,7 +315,12 @@ def test_a_change_has_loaded_nothing_that_is_known_until_it_says_so() -> None:
         with weights.change():  # a part of it
             assert (weights.generation, weights.origin) == (1, OTHER)
     assert (weights.is_changing, weights.origin) == (False, OTHER)
-    with pytest.raises(OSError, match="gone"), weights.change():
-        weights.came_from(OTHER)
-        raise OSError("gone")
+
+    def fail() -> None:
+        with weights.change():
+            weights.came_from(OTHER)
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fail()
     assert (weights.generation, weights.is_changing, weights.origin) == (2, False, Unknown())
