@@ -394,3 +394,19 @@ def test_views_are_frozen_and_compare_by_what_they_describe() -> None:
     with pytest.raises(AttributeError):
         view.null_block_id = 0  # type: ignore[misc]
     assert "owner" not in repr(view)
+
+
+def test_scales_of_fp8_are_read_alone() -> None:
+    """Both ends may have the same, in memory that cannot be written."""
+    scale = np.array([0.5], np.float32)
+    scale.flags.writeable = False
+    ends = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        k, v = (torch.randn(2, 4, 2, 8).to(torch.float8_e4m3fn) for _ in range(2))
+        cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+        scales = {"k_scales": (ScaleDesc.of(scale),), "v_scales": (ScaleDesc.of(scale),)}
+        view = CacheView((cache,), CacheFacts(first_kv_head=0), **scales)
+        ends.append(view.at([[0, 1]]))
+    migrate(*ends, [7], same_model=True)
+    assert verify(*ends, [7])
