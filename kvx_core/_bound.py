@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from kvx_core import _abi
+from kvx_core._dlpack import Exported
 from kvx_core.types import Memory
 
 MOVED, KEY, VALUE, INDICES, LENS, SIZES = 1, 2, 4, 8, 16, 32  # Left of csrc/python/bound.cc
@@ -90,19 +91,32 @@ class _Binding(ctypes.Structure):
 
 
 class Held:
-    """Keeps torch tensors, and the memory and storage that they have now."""
+    """Keeps torch tensors, and the memory and storage that they have now.
 
-    __slots__ = ("are_in_place", "array", "tensors", "type")
+    exported: what was given by DLPack, which only Python can ask whether it is in place
+    """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    __slots__ = ("are_in_place", "array", "exported", "tensors", "type")
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        owners = list({id(owner): owner for owner in owners}.values())
+        self.exported = exported = [one for one in owners if isinstance(one, Exported)]
+        tensors = [one for one in owners if not isinstance(one, Exported)]
         self.tensors = tensors
         self.type = _torch_type()
         self.array = (_HeldTensor * len(tensors))()
         for held, tensor in zip(self.array, tensors, strict=True):
             held.tensor, held.data = tensor, tensor.data_ptr()
             held.storage_bytes = tensor.untyped_storage().nbytes()
-        self.are_in_place: Callable[[], bool] = _in_place(self.type, self.array)
+        of_torch: Callable[[], bool] = _in_place(self.type, self.array)
+        self.are_in_place: Callable[[], bool] = of_torch
+        if exported:
+            self.are_in_place = lambda: of_torch() and all(one.is_in_place() for one in exported)
+
+    @property
+    def owners(self) -> list[Any]:
+        """All that it keeps."""
+        return [*self.tensors, *self.exported]
 
     def to_c(self) -> _Held:
         """For a call that reads tensors in C; empty where nothing does: Python looks then."""
@@ -206,7 +220,14 @@ def _bind(name: str, binding: Binding, *args: Any, to: str | None = None) -> Cal
     bind = getattr(_library(), f"kvx_python_{to or name.partition('_')[0]}")
     by_reference = (byref(arg) if isinstance(arg, ctypes.Structure) else arg for arg in args)
     call: Call = bind(byref(struct), function, *by_reference)
-    return call
+    exported = [one for held in binding.held for one in held.exported]
+    if not exported:
+        return call
+
+    def asks_first(*given: Any) -> int:
+        return call(*given) if all(one.is_in_place() for one in exported) else -MOVED
+
+    return asks_first
 
 
 def append(keys: Any, values: Any) -> Callable[..., bool] | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvx_core.errors import IncompatibleError, InvalidArgumentError
 from kvx_core.words import wrong
@@ -113,3 +114,45 @@ def read_dlpack(name: str, capsule: object) -> DLPackTensor:
         strides=tuple(tensor.strides[:ndim]) if tensor.strides else None,
         writable=writable,
     )
+
+
+# DLDeviceType: kDLCPU, kDLCUDAHost and kDLROCMHost.
+HOST_DEVICES = (1, 3, 11)
+
+
+def capsule_of(tensor: Any) -> object:
+    """A DLPack capsule of a tensor, which no copy and no synchronisation made."""
+    device_type = int(tensor.__dlpack_device__()[0])
+    # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
+    options: dict[str, Any] = {} if device_type in HOST_DEVICES else {"stream": -1}
+    try:
+        return tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
+    except TypeError:  # a producer from before DLPack 1.0
+        return tensor.__dlpack__(**options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exported:
+    """An object with __dlpack__, and the capsule that it gave: what keeps its memory alive.
+
+    The capsule keeps the memory that the object had then. The object may have other memory since,
+    as an array of MLX has after each write.
+    """
+
+    tensor: Any
+    capsule: object
+    found: DLPackTensor
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> Exported:
+        """Raises as `read_dlpack`, and what the object raises."""
+        capsule = capsule_of(tensor)
+        return cls(tensor, capsule, read_dlpack(name, capsule))
+
+    def is_in_place(self) -> bool:
+        """Whether the object still has the memory that its capsule describes: asks it anew."""
+        try:
+            now = read_dlpack("tensor", capsule_of(self.tensor))
+        except Exception:  # whatever a library raises for a tensor that is gone
+            return False
+        return now == self.found or (0 in now.shape and now.shape == self.found.shape)

@@ -14,7 +14,7 @@ from kvx_core.tensors import (
     borrow,
     dtype_name,
     is_in_place,
-    is_torch,
+    may_move,
     moved,
 )
 from kvx_core.types import Memory
@@ -83,7 +83,7 @@ class PoolDesc:
 
     def require_in_place(self, name: str) -> None:
         """Raises InvalidArgumentError if a pool's memory has moved."""
-        for owner in filter(is_torch, self.owners):
+        for owner in filter(may_move, self.owners):
             if not any(is_in_place(owner, at, at + 1) for at in (self.primary, self.secondary)):
                 raise moved(name)
 
@@ -255,15 +255,15 @@ class CacheDesc:
         if self.pool is not None:
             self.pool.require_in_place(f"{name}.pool")
         self.bound_calls.clear()  # they hold the tensors as they were
-        held = _bound.Held(self.torch_owners)
+        held = _bound.Held(self.moving_owners)
         self._held[:] = [held]
         return held
 
     @property
-    def torch_owners(self) -> list[Any]:
-        """The torch tensors that it describes."""
+    def moving_owners(self) -> list[Any]:
+        """The tensors that it describes whose memory may be other memory later."""
         owners = [tensor.owner for tensor in self.tensors.values()]
-        return list(filter(is_torch, [*owners, *(self.pool.owners if self.pool else ())]))
+        return list(filter(may_move, [*owners, *(self.pool.owners if self.pool else ())]))
 
     def to_c(self) -> _abi.kvx_cache_desc_t:
         """The C struct with these fields: built once, shared, never changed."""

@@ -19,7 +19,7 @@ from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
-from kvx_core.tensors import TensorLike, is_torch
+from kvx_core.tensors import TensorLike, is_torch, may_move
 from kvx_core.types import Layout, Memory, Transfer
 from kvx_core.words import instance, wrong
 
@@ -246,7 +246,7 @@ def _binding(
     options: WriteOptions | GatherOptions,
     stream: _abi.Stream,
 ) -> _bound.Binding:
-    scales = [s.owner for s in _scales(options).values() if is_torch(s.owner)]
+    scales = [s.owner for s in _scales(options).values() if may_move(s.owner)]
     stream = call_stream(stream, cache.k.owner)
     reads_indices_on_host = options.transfer is Transfer.COPY_ENGINE
     return _bound.Binding(

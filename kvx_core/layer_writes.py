@@ -19,7 +19,7 @@ from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream, stream_number
 from kvx_core.tables import SlotMapping
 from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import TensorLike, is_torch
+from kvx_core.tensors import TensorLike, may_move
 from kvx_core.types import Memory, Transfer
 from kvx_core.words import instance, wrong
 
@@ -79,11 +79,11 @@ class WriteLayersPlan:
             for name, scale in scales.items():
                 if scale is not None and options.find_scales:
                     scale.require_writable(f"{name}[{i}]")
-            owners += [*cache.torch_owners, *(s.owner for s in scales.values() if s is not None)]
+            owners += [*cache.moving_owners, *(s.owner for s in scales.values() if s is not None)]
         memory = self._caches[0].k.memory
         on_host = self._options[0].transfer is Transfer.COPY_ENGINE
         binding = _bound.Binding(
-            held=(_bound.Held(list(filter(is_torch, owners))),),
+            held=(_bound.Held(list(filter(may_move, owners))),),
             memory=memory,
             index_memory=Memory.HOST if on_host else memory,
             stream=self._stream,

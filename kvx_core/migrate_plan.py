@@ -27,7 +27,7 @@ from kvx_core.positions import have_positions, require_same_positions
 from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream, stream_number
 from kvx_core.tables import SeqLens
-from kvx_core.tensors import torch_owners
+from kvx_core.tensors import moving_owners
 from kvx_core.types import Memory, Transfer
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import flag
@@ -124,10 +124,10 @@ class MigratePlan(Plan):
         memory = self._memory()
         self._stream = current_stream(*(tensor.owner for tensor in self._tensors().values()))
         # C looks at the lengths as well, with the destination.
-        of_lens = [] if lens is None else torch_owners(lens.owner)
+        of_lens = [] if lens is None else moving_owners(lens.owner)
         of_dst = self._held[1]
         if of_lens:
-            of_dst = _bound.Held([*of_dst.tensors, *of_lens])
+            of_dst = _bound.Held([*of_dst.owners, *of_lens])
         binding = _bound.Binding(
             held=(self._held[0], of_dst),
             memory=memory,

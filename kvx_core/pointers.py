@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core._dlpack import Exported
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.tensors import (
     Borrowed,
@@ -15,28 +16,44 @@ from kvx_core.tensors import (
     borrow,
     is_in_place,
     is_tensor,
+    is_torch,
     moved,
-    torch_owners,
 )
 from kvx_core.words import address, each
 
 
 class PointedTo(NamedTuple):
-    """Torch tensors that a POINTERS table names, kept, and their addresses when it was made."""
+    """Tensors that a POINTERS table names, kept, and their addresses when it was made."""
 
-    tensors: list[Any]
+    owners: list[Any]
     addresses: list[int]
 
     @classmethod
-    def by(cls, tensors: Any) -> PointedTo:
-        """The torch tensors in a list of anything, nested or not."""
-        found = torch_owners(tensors)
-        return cls(found, [tensor.data_ptr() for tensor in found])
+    def by(cls, blocks: Any) -> PointedTo:
+        """The tensors in a list of anything, nested or not."""
+        found = cls([], [])
+        found._add(blocks)
+        return found
+
+    def _add(self, block: Any) -> None:
+        if isinstance(block, (tuple, list)):
+            for one in block:
+                self._add(one)
+        elif is_torch(block):
+            self.owners.append(block)
+            self.addresses.append(block.data_ptr())
+        elif isinstance(block, np.ndarray):
+            self.owners.append(block)
+            self.addresses.append(block.__array_interface__["data"][0])
+        elif is_tensor(block):
+            exported = Exported.of("block", block)
+            self.owners.append(exported)
+            self.addresses.append(exported.found.data)
 
     def require_in_place(self, name: str) -> None:
         """Raises if the memory of a tensor has moved."""
-        for tensor, begin in zip(self.tensors, self.addresses, strict=True):
-            if begin and not is_in_place(tensor, begin, begin + 1):
+        for owner, begin in zip(self.owners, self.addresses, strict=True):
+            if begin and not is_in_place(owner, begin, begin + 1):
                 raise moved(name)
 
 

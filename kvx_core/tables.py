@@ -248,8 +248,9 @@ class BlockTable:
         kept: PointedTo | None = None
         seen: dict[int, Borrowed] = {}
         if not is_tensor(blocks):
-            kept = PointedTo.by(blocks := nested(blocks, ndim))
-            blocks = addresses_of_blocks(blocks) if ndim == 2 else addresses_of_planes(blocks, seen)
+            rows = nested(blocks, ndim)
+            blocks = addresses_of_blocks(rows) if ndim == 2 else addresses_of_planes(rows, seen)
+            kept = PointedTo.by(rows)
         table = table_indices(blocks, ndim, (DType.S64, DType.U64))
         seq_count, max_blocks_per_seq, planes = (*table.shape, 1)[:3]
         return cls(

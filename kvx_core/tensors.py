@@ -145,10 +145,13 @@ _KINDS = DType, Memory, int, bool
 
 
 def is_in_place(owner: object, begin: int, end: int) -> bool:
-    """Whether the bytes `begin` to `end` are in the current storage of a torch tensor.
+    """Whether the bytes `begin` to `end` are in the current storage of a torch tensor, or of an
+    object with __dlpack__.
 
-    True for tensors of other libraries, whose memory does not move while they are kept.
+    True for numpy's arrays, whose memory does not move while they are kept.
     """
+    if isinstance(owner, _dlpack.Exported):
+        return owner.is_in_place()
     if begin == end or not is_torch(owner):
         return True
     storage = owner.untyped_storage()
@@ -156,19 +159,26 @@ def is_in_place(owner: object, begin: int, end: int) -> bool:
     return bool(first <= begin and end <= first + storage.nbytes())
 
 
-def torch_owners(owner: object) -> list[Any]:
-    """The torch tensors among what keeps memory alive: a tensor, or a tuple or list of owners."""
+def may_move(owner: object) -> bool:
+    """Whether the memory of an owner may be other memory later, while it is kept."""
+    return is_torch(owner) or isinstance(owner, _dlpack.Exported)
+
+
+def moving_owners(owner: object) -> list[Any]:
+    """Those that may move among what keeps memory alive: an owner, or a tuple or list of such."""
     if isinstance(owner, (tuple, list)):
-        return [tensor for one in owner for tensor in torch_owners(one)]
-    return [owner] if is_torch(owner) else []
+        return [one for part in owner for one in moving_owners(part)]
+    return [owner] if may_move(owner) else []
 
 
 def require_array_in_place(name: str, owner: object, begin: int, num_bytes: int) -> None:
     """Refuses an array whose memory has been freed or belongs to others by now.
 
-    owner: keeps it alive, and perhaps other arrays too; checked only if all of it is torch's
+    owner: keeps it alive, and perhaps other arrays too; of torch's it is one if all are torch's
     """
     parts = owner if isinstance(owner, (tuple, list)) else (owner,)
+    if not all(part.is_in_place() for part in parts if isinstance(part, _dlpack.Exported)):
+        raise moved(name)
     if not all(is_torch(part) for part in parts):
         return
     if not any(is_in_place(part, begin, begin + num_bytes) for part in parts):
@@ -292,9 +302,13 @@ def empty_like_owner(
     if isinstance(owner, np.ndarray):
         return (np.zeros if zeros else np.empty)(shape, _numpy_dtype(dtype))
     raise UnsupportedError(
-        f"the cache's memory belongs to a {type(owner).__name__}, expected a torch.Tensor or a "
-        "numpy.ndarray to allocate beside it. Pass out=(key, value)"
+        f"the cache's memory belongs to a {type(_tensor_of(owner)).__name__}, expected a "
+        "torch.Tensor or a numpy.ndarray to allocate beside it. Pass out=(key, value)"
     )
+
+
+def _tensor_of(owner: object) -> object:
+    return owner.tensor if isinstance(owner, _dlpack.Exported) else owner
 
 
 def read_array(
@@ -410,29 +424,16 @@ def _borrow_numpy(
     }
 
 
-# DLDeviceType: kDLCPU, kDLCUDAHost and kDLROCMHost; kDLCUDAManaged. All others are devices.
-_DLPACK_HOST = (1, 3, 11)
-_DLPACK_MANAGED = 13
+_DLPACK_MANAGED = 13  # DLDeviceType kDLCUDAManaged
 
 _DLPACK_DTYPE = {dtype.format.dlpack: dtype for dtype in DType if dtype.format.dlpack}
-
-
-def capsule_of(tensor: TensorLike) -> object:
-    """A DLPack capsule of a tensor, which no copy and no synchronisation made."""
-    device_type = int(tensor.__dlpack_device__()[0])
-    # On a device -1 asks the producer not to synchronise; the CPU knows no streams.
-    options: dict[str, Any] = {} if device_type in _DLPACK_HOST else {"stream": -1}
-    try:
-        return tensor.__dlpack__(max_version=(1, 0), copy=False, **options)
-    except TypeError:  # a producer from before DLPack 1.0
-        return tensor.__dlpack__(**options)
 
 
 def _borrow_dlpack(
     name: str, tensor: TensorLike, takes: tuple[DType, ...] | None
 ) -> dict[str, Any]:
-    capsule = capsule_of(tensor)
-    found = _dlpack.read_dlpack(name, capsule)
+    owner = _dlpack.Exported.of(name, tensor)
+    found = owner.found
     dtype = _DLPACK_DTYPE.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(
@@ -446,13 +447,13 @@ def _borrow_dlpack(
         "dtype": dtype,
         "memory": (
             Memory.HOST
-            if found.device_type in _DLPACK_HOST
+            if found.device_type in _dlpack.HOST_DEVICES
             else Memory.UNIFIED
             if found.device_type == _DLPACK_MANAGED
             else Memory.DEVICE
         ),
         "writable": found.writable,
-        "owner": (tensor, capsule),
+        "owner": owner,
     }
 
 

@@ -20,7 +20,7 @@ from kvx_core.pointers import check_blocks
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import Borrowed, TensorLike, is_torch, torch_owners
+from kvx_core.tensors import Borrowed, TensorLike, may_move, moving_owners
 from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, instance, int64, integer, list_of, listed, many, wrong
 
@@ -201,12 +201,12 @@ class CacheView:
         owners = []
         for i, layer in enumerate(self.layers):
             layer.require_in_place(f"{name}.layers[{i}]")
-            owners += layer.torch_owners
+            owners += layer.moving_owners
         for kind in _BESIDE:
             for i, scale in enumerate(getattr(self, kind) or ()):
                 if scale is not None:
                     scale.require_in_place(f"{name}.{kind}[{i}]")
-                    owners += [scale.owner] if is_torch(scale.owner) else []
+                    owners += [scale.owner] if may_move(scale.owner) else []
         for i, plane in enumerate(self.planes):
             of_plane: dict[str, Borrowed | None] = {
                 "": plane,
@@ -216,7 +216,7 @@ class CacheView:
             for part, tensor in of_plane.items():
                 if tensor is not None:
                     tensor.require_in_place(f"{name}.planes[{i}]{part}")
-                    owners += [tensor.owner] if is_torch(tensor.owner) else []
+                    owners += [tensor.owner] if may_move(tensor.owner) else []
         held = _bound.Held(owners)
         self._held[:] = [held]
         return held
@@ -389,8 +389,8 @@ class CacheSpan:
         for place, found in finds.items():
             if found is not None:
                 found.require_in_place(place)
-                owners += torch_owners(found.owner)
-        held = _bound.Held([*of_view.tensors, *owners]) if owners else of_view
+                owners += moving_owners(found.owner)
+        held = _bound.Held([*of_view.owners, *owners]) if owners else of_view
         self._held[:] = [(of_view, held)]
         return held
 

@@ -82,8 +82,6 @@ def sizes(name: str, value: Any) -> tuple[int, ...]:
     """A shape or strides as a tuple of int. Raises InvalidArgumentError."""
     if not isinstance(value, (tuple, list)):
         raise wrong(name, value, "a tuple of integers")
-    if all(type(number) is int for number in value):
-        return tuple(value)
     return tuple(int64(f"{name}[{i}]", number) for i, number in enumerate(value))
 
 
@@ -190,7 +188,10 @@ def are_sizes(shape: Any, stride: Any) -> bool:
     """Whether these are as many ints as `sizes` would return."""
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
         return False
-    return set(map(type, shape + stride)) <= {int}
+    numbers = shape + stride
+    if not numbers:
+        return True
+    return set(map(type, numbers)) == {int} and -(2**63) <= min(numbers) <= max(numbers) < 2**63
 
 
 def many(count: int, noun: str) -> str:

@@ -48,7 +48,7 @@ def save(store: PrefixStore, page: dict[str, Any]) -> CacheView:
     """Stores PROMPT; returns where its keys and values are."""
     section = page["room"](len(PROMPT))
     for layer in section.view.layers:
-        for tensor in layer.torch_owners:
+        for tensor in layer.moving_owners:
             tensor.normal_()
     for start, stop in store.spans(len(PROMPT)):
         store.commit(store.capture(PROMPT, start, stop, [section]))

@@ -453,6 +453,17 @@ def test_what_vanishes_meanwhile_is_not_bad(path: Path) -> None:
     assert [error for _, error in inventory.verify()] == [None] * 28
 
 
+def test_a_space_was_used_when_its_entries_were_or_without_any_its_files(path: Path) -> None:
+    for when, files in ((1000, entries(path)), (2000, set(all_files(path)) - set(entries(path)))):
+        for i, file in enumerate(sorted(files)):
+            os.utime(file, (when + i, when + i))
+    count = len(entries(path))
+    assert max(space.used for space in Inventory(Directory(path)).spaces()) == 1000 + count - 1
+    for file in entries(path):
+        file.unlink()
+    assert all(space.used >= 2000 for space in Inventory(Directory(path)).spaces())
+
+
 def test_reading_is_no_use(path: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in all_files(path)}
     for command in ("ls", "stat", "verify"):

@@ -179,7 +179,8 @@ def integer_rows(
         except OverflowError:
             pass
         else:
-            if rows.min() >= 0 and (rows.max(1) <= highest).all():
+            # Numbers below 0 are the largest without a sign.
+            if (rows.view(np.uint64).max(1) <= np.array(highest, np.uint64)).all():
                 return list(rows)
     pairs = zip(named.items(), highest, strict=True)
     return [integers(name, numbers, 0, most) for (name, numbers), most in pairs]

@@ -73,6 +73,8 @@ class BlockTables:
         self._num_held = np.zeros(shape[:2], dtype=np.int64)
         self._sure = np.zeros((len(self._ratios), max_requests), dtype=np.int64)
         self._ids = np.zeros(shape, dtype=np.int32)
+        none = [np.zeros((*rows, 0), np.int64) for rows in ((), shape[:1], (len(self._ratios),))]
+        self._nothing = Needs(*none)  # what most decode steps need
 
     def missing(self, slots: Counts, entries: Mapping[int, Counts]) -> Needs:
         """What slots have to take, to have blocks for so many entries; not those that have.
@@ -83,6 +85,8 @@ class BlockTables:
         for row, ratio, per_block in zip(needed, self._ratios, self._per_block, strict=True):
             row[:] = -(-entries[ratio] // per_block)
         which = np.flatnonzero((needed > self._sure[:, slots]).any(0))
+        if not len(which):
+            return self._nothing
         some, of_types = slots[which], needed[:, which]
         return Needs(some, np.maximum(of_types[self._type] - self._num_held[:, some], 0), of_types)
 

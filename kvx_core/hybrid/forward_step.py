@@ -128,15 +128,18 @@ class ForwardStep:
         total = int(counts.sum())
         self.require_room(total)
         self._show(len(slots), total)
-        rows = np.repeat(np.arange(len(slots)), counts)
-        starts = np.zeros(len(slots) + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
+        self.one_each = total == np.count_nonzero(counts)
+        starts = np.arange(len(slots) + 1)
+        rows, positions, of_tokens = starts[:-1], before, slots
+        if not self.one_each or total < len(slots):  # not the usual step, a token of each request
+            rows = np.repeat(rows, counts)
+            np.cumsum(counts, out=starts[1:])
+            positions, of_tokens = np.arange(total) + (before - starts[:-1])[rows], slots[rows]
         _set(self.request_slots, slots)
         _set(self.request_ids, rows)
-        _set(self.positions, np.arange(total) + (before - starts[:-1])[rows])
-        _set(self.token_slots, slots[rows])
+        _set(self.positions, positions)
+        _set(self.token_slots, of_tokens)
         self._step = step
-        self.one_each = total == np.count_nonzero(counts)
         self.token_spans = None
         if not self.one_each:
             self.token_spans = Spans(self.request_ids, self._starts[: len(starts)])

@@ -98,10 +98,13 @@ class KVCacheManager:
         # Tokens that the window of each layer was given, by slot: states hold rows of it.
         heads = torch.zeros(len(self.schemas), self.max_requests, dtype=torch.int32, device=device)
         self._heads = heads.numpy() if heads.device.type == "cpu" else None
-        # Tokens that wait in the tails of each compressor, by slot, in the same way.
+        # Tokens that wait in the tails of each compressor, by slot, in the same way: those of one
+        # ratio follow each other.
         having_tails = [
             (layer, name)
-            for layer, schema in self.schemas.items()
+            for layer, schema in sorted(
+                self.schemas.items(), key=lambda one: one[1].compression_ratio
+            )
             for name, dim in (
                 ("tail_len", schema.entry_head_dim),
                 ("idx_tail_len", schema.indexer_head_dim),
@@ -114,9 +117,11 @@ class KVCacheManager:
         self._tails = lens.numpy() if lens.device.type == "cpu" else None
         self._tails_of = having_tails
         of_tails = [self.schemas[layer].compression_ratio for layer, _ in having_tails]
-        ratios = sorted(set(of_tails))
-        self._tail_ratios = np.array(ratios, dtype=np.int64)[:, None]
-        self._ratio_of = np.array([ratios.index(ratio) for ratio in of_tails], dtype=np.intp)
+        ratios, firsts, counts = np.unique(
+            np.array(of_tails, dtype=np.int64), return_index=True, return_counts=True
+        )
+        self._tail_ratios, self._first_tails = ratios[:, None], firsts[:, None]
+        self._tail_counts = counts
         self.states: dict[int, StateCache] = {}
         self.allocators: dict[int, BlockAllocator | None] = dict.fromkeys(self.schemas)
         self.paged: dict[int, PagedCache | None] = dict.fromkeys(self.schemas)
@@ -163,6 +168,7 @@ class KVCacheManager:
         # them itself.
         self._has_windows = self._has_tails = False
         self._tails_used = np.zeros(len(having_tails), dtype=bool)
+        self._all_tails_used = False
         most = max_tokens_per_step or max(self.max_context_tokens, self.max_requests)
         compressed = {s.compression_ratio for s in self.schemas.values() if s.compression_ratio}
         self.step = ForwardStep(
@@ -262,20 +268,28 @@ class KVCacheManager:
             )
         if self._heads is None or self._tails is None:
             return
-        goes_on = lasts == before
+        ends = firsts, lasts, lasts == before
         self._has_windows = self._has_windows or bool(self._heads.any())
         if self._has_windows:
-            self._require_windows(self._heads, name, slots, before, goes_on)
+            self._require_windows(self._heads, name, slots, before, *ends)
         self._has_tails = self._has_tails or bool(self._tails.any())
         if self._has_tails:
-            self._require_tails(self._tails, name, slots, before, goes_on)
+            self._require_tails(self._tails, name, slots, before, *ends)
 
     def _require_windows(
-        self, heads: Heads, name: str, slots: Counts, before: Counts, goes_on: NDArray[np.bool_]
+        self,
+        heads: Heads,
+        name: str,
+        slots: Counts,
+        before: Counts,
+        firsts: Counts,
+        lasts: Counts,
+        goes_on: NDArray[np.bool_],
     ) -> None:
         """require_follows, of windows on the host."""
-        firsts, lasts = self._steps[:, slots]
-        most, least = heads.max(0)[slots], heads.min(0)[slots]
+        most = least = heads[0, slots]
+        if not _are_alike(heads):
+            most, least = heads.max(0)[slots], heads.min(0)[slots]
         given = most - self._heads_then[slots]
         is_whole = (given == lasts - firsts) & (most == least)
         windows_fit = np.where(goes_on, is_whole, given == 0)
@@ -290,13 +304,27 @@ class KVCacheManager:
             )
 
     def _require_tails(
-        self, tails: Heads, name: str, slots: Counts, before: Counts, goes_on: NDArray[np.bool_]
+        self,
+        tails: Heads,
+        name: str,
+        slots: Counts,
+        before: Counts,
+        firsts: Counts,
+        lasts: Counts,
+        goes_on: NDArray[np.bool_],
     ) -> None:
         """The same of tails, by the tokens that wait there."""
-        firsts, lasts = self._steps[:, slots]
-        waiting = (np.where(goes_on, lasts, firsts) % self._tail_ratios)[self._ratio_of]
-        if not self._tails_used.all():
+        waiting = np.where(goes_on, lasts, firsts) % self._tail_ratios
+        if not self._all_tails_used:
             self._tails_used |= tails.any(1)
+            self._all_tails_used = bool(self._tails_used.all())
+        # The usual case of every step, seen in little time: all are used, and those of a ratio are
+        # alike and have what they should.
+        if self._all_tails_used and (tails[self._first_tails, slots] == waiting).all():
+            ends = zip(self._first_tails[:, 0].tolist(), self._tail_counts.tolist(), strict=True)
+            if all(_are_alike(tails[at : at + n]) for at, n in ends):
+                return
+        waiting = waiting.repeat(self._tail_counts, axis=0)
         missed = (tails[:, slots] != waiting) & self._tails_used[:, None]
         for at, i in np.argwhere(missed):
             layer, tail = self._tails_of[at]
@@ -404,3 +432,8 @@ class KVCacheManager:
 
 
 _COMPUTE_ANEW = ". Release the request and compute it anew if that pass has failed"
+
+
+def _are_alike(rows: Heads) -> bool:
+    """Whether all rows have the same numbers."""
+    return bool(rows.tobytes() == rows[0].tobytes() * len(rows))

@@ -104,6 +104,26 @@ def test_cpu_attn_fp8_passes(name: str, scales: tuple[float, float]) -> None:
 
 
 @needs_cpu_op
+def test_the_token_has_52_values_that_fp8_can_hold_and_heads_differ() -> None:
+    """Dims that are exchanged, or taken from another head, are seen."""
+    spec = cpu_spec(head_size=64, dtype=torch.float32)
+    _, (kv_cache,) = by_permutation(spec)
+    write, tokens = vllm.engine_write(cpu_layer(kv_cache, spec)), []
+
+    def seen(key: Tensor, value: Tensor, slots: Tensor) -> None:
+        tokens.extend((key.clone(), value.clone()))
+        write(key, value, slots)
+
+    vllm.self_test(kv_cache, spec, seen)
+    for token, sign in zip(tokens[:2], (1, -1), strict=True):
+        for head in sign * token[0]:
+            assert len(set(head[:52].tolist())) == 52
+            assert (head.min(), head.max()) == (2.0**-6, 1.75 * 2.0**6)
+        assert (token[0, 0] != token[0, 1]).all()
+    assert len(tokens) >= 2
+
+
+@needs_cpu_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cpu_mla_passes(dtype: torch.dtype) -> None:
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl

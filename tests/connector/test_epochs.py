@@ -158,6 +158,21 @@ def test_files_are_read_in_a_thread(found: Any) -> None:
     assert any("gone" in line for line in engine.lines) == isinstance(found, OSError)
 
 
+def test_the_same_files_loaded_again_are_said_again() -> None:
+    """The name is the same; what was computed in between may not be shared."""
+    engine = Engine(name_files=lambda files: "files:b")
+    for count in (1, 2):
+        engine.call(OTHER)
+        engine.report()
+        assert engine.name is None
+        assert engine.epochs._workers is not None
+        assert engine.epochs._workers.wait(60)
+        assert engine.name == "files:b"
+        said = [line for line in engine.lines if line.endswith("from now on: weights files:b")]
+        assert len(said) == count
+        assert engine.epochs.current() is engine.epochs.current()
+
+
 @pytest.mark.parametrize("other", [Unknown(), Files("/models/third", None, "as it was")])
 def test_files_that_not_all_ranks_have_loaded(other: Any) -> None:
     engine = Engine(name_files=lambda files: "files:b")
@@ -290,3 +305,22 @@ def test_models_share_nothing_though_their_weights_have_one_name(name: str, tmp_
         )
         spaces |= {Scoped(store)[Scope(salt, name)].nodes([])[0] for salt in ("", "a")}
     assert len(spaces) == 4
+
+
+def test_a_change_has_loaded_nothing_that_is_known_until_it_says_so() -> None:
+    weights = Weights(origin=OTHER)
+    with weights.change():
+        assert (weights.generation, weights.is_changing, weights.origin) == (1, True, Unknown())
+        weights.came_from(OTHER)
+        with weights.change():  # a part of it
+            assert (weights.generation, weights.origin) == (1, OTHER)
+    assert (weights.is_changing, weights.origin) == (False, OTHER)
+
+    def fail() -> None:
+        with weights.change():
+            weights.came_from(OTHER)
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fail()
+    assert (weights.generation, weights.is_changing, weights.origin) == (2, False, Unknown())

@@ -465,3 +465,22 @@ def test_threads_are_stuck_since_the_last_of_them_has_begun(
     go.set()
     assert workers.wait(60)
     assert workers.stuck_seconds() == 0
+
+
+def test_whether_a_job_begins_at_once() -> None:
+    workers, goes_on = Workers(2, "free"), threading.Event()
+    begun = [threading.Event() for _ in range(3)]
+
+    def job(i: int) -> None:
+        begun[i].set()
+        goes_on.wait(60)
+
+    for i, has_free in enumerate((True, True, False)):
+        assert workers.has_free_thread is has_free
+        workers.submit(lambda i=i: job(i))
+        assert i == 2 or begun[i].wait(60)
+    assert not workers.has_free_thread
+    goes_on.set()
+    assert workers.wait(60)
+    assert workers.has_free_thread
+    assert workers.shutdown(60)

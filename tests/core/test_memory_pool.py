@@ -6,6 +6,7 @@ import gc
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
 from kvx_core.snapshot import Chunks, MemoryPool, Section
 from kvx_core.snapshot.copiers import Copiers
+from kvx_core.snapshot.pool import Lease
 from kvx_core.tables import BlockTable
 
 CHUNK = 24
@@ -229,3 +231,16 @@ def test_threads_share_a_pool() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_memory_that_a_device_may_still_write_is_not_taken_again(is_settled: bool) -> None:
+    free: list[Any] = []
+    lease = Lease(SimpleNamespace(free=free), "slab", 3)  # type: ignore[arg-type]
+    lease.is_settled = False
+    if is_settled:
+        lease.settled()
+    assert free == []
+    del lease
+    gc.collect()
+    assert free == [("slab", 3)] * is_settled

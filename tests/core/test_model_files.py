@@ -673,6 +673,10 @@ def one_tensor(begin: int, end: int) -> bytes:
         (weights(b"\x02" + b"\0" * 7 + b"[]"), "is not a safetensors file"),
         (weights(b"\x02" + b"\0" * 7 + b'"a'), "is not a safetensors file"),
         (weights(b"\x08" + b"\0" * 7 + b'{"a": 1}'), "is not a safetensors file"),
+        *(
+            (weights(one_tensor(begin, end)), f"a has the bytes {begin} to {end}")
+            for begin, end in ((False, 8), (0, True), (-1, 8), (8, 7), (0.0, 8), (0, 8.0))
+        ),
         (weights(one_tensor(0, 9)), "bytes, expected at least"),
         (weights(one_tensor(-9, -1)), "a has the bytes -9 to -1"),
         (weights(one_tensor(8, 0)), "a has the bytes 8 to 0"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +15,12 @@ from kvx_core import (
     BlockTable,
     CacheDesc,
     CacheFacts,
+    CacheSpan,
     CacheView,
     GatherPlan,
     InvalidArgumentError,
     Plan,
+    ScaleDesc,
     SeqLens,
     SlotMapping,
     WritePlan,
@@ -33,6 +37,7 @@ from kvx_core.lookup import find_tokens
 from kvx_core.stores import Section
 
 ROWS = [[0, 1], [3, 2]]
+FP8 = torch.float8_e4m3fn
 
 
 def cache(seed: int) -> tuple[CacheDesc, Tensor]:
@@ -45,8 +50,23 @@ def view(seed: int) -> CacheView:
     return CacheView((cache(seed)[0],), CacheFacts(first_kv_head=0))
 
 
-def move(tensor: Tensor, how: str) -> None:
-    if how == "freed":
+class OfAnotherLibrary:
+    """A tensor of a library that KVX knows by DLPack alone, and that moves its arrays at will."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+def move(tensor: Any, how: str) -> None:
+    if isinstance(tensor, OfAnotherLibrary):
+        tensor.tensor = tensor.tensor.clone() if how == "replaced" else None
+    elif how == "freed":
         tensor.untyped_storage().resize_(0)
     else:
         tensor.set_(torch.zeros(1000, dtype=tensor.dtype).untyped_storage())
@@ -78,7 +98,7 @@ def lens_of_calls(lens: Tensor) -> list[Callable[[], Any]]:
 
 
 def starts_of_verify(starts: Tensor) -> list[Callable[[], Any]]:
-    src, dst = view(1).at(ROWS, starts=starts - 8), view(1).at(ROWS)
+    src, dst = view(1).at(ROWS, starts=[0, 0]), view(1).at(ROWS)
     kept = view(1).at(ROWS, starts=starts)
     assert verify(src, dst, [8, 8])
     return [lambda: verify(kept, dst, [0, 0]), lambda: verify(dst, kept, [0, 0])]
@@ -150,17 +170,141 @@ KEPT = [
 ]
 
 
+@pytest.mark.parametrize("library", [lambda tensor: tensor, OfAnotherLibrary], ids=["torch", "dl"])
 @pytest.mark.parametrize("how", ["freed", "replaced"])
 @pytest.mark.parametrize(("make", "tensor"), KEPT, ids=[make.__name__ for make, _ in KEPT])
 def test_a_description_of_memory_that_has_moved_is_refused(
-    make: Callable[[Tensor], list[Callable[[], Any]]], tensor: Callable[[], Tensor], how: str
+    make: Callable[[Any], list[Callable[[], Any]]],
+    tensor: Callable[[], Tensor],
+    how: str,
+    library: Callable[[Tensor], Any],
 ) -> None:
-    given = tensor()
+    given = library(tensor())
     calls = make(given)
     move(given, how)
     for call in calls:
         with pytest.raises(InvalidArgumentError, match=r"describes memory that its tensor no long"):
             call()
+
+
+class Parts(NamedTuple):
+    """Everything of a cache whose memory may be another library's, described."""
+
+    cache: CacheDesc
+    scale: ScaleDesc
+    view: CacheView
+    span: CacheSpan  # its blocks are given one by one
+
+    @classmethod
+    def of(cls, k: Any, v: Any, scale: Any, blocks: list[Any]) -> Parts:
+        one = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+        planes = CacheView((one,), CacheFacts(first_kv_head=0))
+        given = CacheDesc.from_kv(*(describe(block, "BLOCK_NHD") for block in FIRST))
+        span = CacheView((given,), CacheFacts(first_kv_head=0)).at(
+            block_table=BlockTable.pointers([[blocks]])
+        )
+        return cls(one, ScaleDesc.of(scale), planes, span)
+
+
+FIRST = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
+
+
+def calls_on(parts: Parts) -> dict[str, Callable[[], Any]]:
+    """Calls that read and write what was described once; those that were bound before as well."""
+    key, value, dst = torch.randn(4, 2, 8), torch.randn(4, 2, 8), view(2).at(ROWS)
+    out = torch.empty(1, 4, 2, 8), torch.empty(1, 4, 2, 8)
+    write, read = WritePlan(parts.cache, key, value), GatherPlan(parts.cache, *out)
+    src = parts.view.at(ROWS)
+    plan, back = (Plan.migrate(*ends, [8, 7], same_model=True) for ends in ((src, dst), (dst, src)))
+    layers = (parts.cache, cache(2)[0])
+    return {
+        "write": lambda: write(key, value, [0, 1, 2, 3]),
+        "write_kv": lambda: write_kv(parts.cache, key, value, [0, 1, 2, 3]),
+        "write_layers": lambda: write_layers(layers, [key] * 2, [value] * 2, [0, 1, 2, 3]),
+        "read": lambda: read(*out, [[1]], [4]),
+        "gather_kv": lambda: gather_kv(parts.cache, [[1]], [4], out=out),
+        "plan": lambda: plan.run(),
+        "back": lambda: back.run(),
+        "ranges": lambda: back.ranges(),
+        "migrate": lambda: migrate(src, dst, [8, 7], same_model=True),
+        "verify": lambda: verify(src, dst, [8, 7]),
+    }
+
+
+@pytest.mark.parametrize("how", ["freed", "replaced"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_cache_of_another_library_that_has_moved_is_refused(which: int, how: str) -> None:
+    """Writes went into memory that the library had left, and reads came from it, unnoticed."""
+    both = [OfAnotherLibrary(torch.randn(4, 4, 2, 8)) for _ in range(2)]
+    calls = calls_on(Parts.of(*both, 1.0, list(FIRST)))
+    for call in calls.values():
+        call()
+    moved, left = both[which], both[which].tensor.clone()
+    move(moved, how)
+    for call in calls.values():
+        with pytest.raises(InvalidArgumentError, match=r"describes memory that its tensor no long"):
+            call()
+    if how == "replaced":
+        assert torch.equal(moved.tensor, left)
+
+
+def test_blocks_and_scales_of_another_library_that_have_moved_are_refused() -> None:
+    blocks = [OfAnotherLibrary(torch.randn(4, 2, 8)) for _ in range(2)]
+    scale, codes = OfAnotherLibrary(torch.tensor([0.5])), torch.zeros(4, 4, 2, 8).to(FP8)
+    parts = Parts.of(codes, codes.clone(), scale, blocks)
+    key, dst = torch.randn(4, 2, 8), view(2).at([[2]])
+    scales = {"k_scale": parts.scale, "v_scale": 1.0}
+    write = WritePlan(parts.cache, key, key, **scales)
+    calls = [
+        lambda: write(key, key, [0, 1, 2, 3]),
+        lambda: write_kv(parts.cache, key, key, [0, 1, 2, 3], **scales),
+        lambda: migrate(parts.span, dst, [4], same_model=True),
+        lambda: verify(parts.span, dst, [4]),
+    ]
+    plan = Plan.migrate(parts.span, dst, [4], same_model=True)
+    calls.append(plan.run)
+    for call in calls:
+        call()
+    move(blocks[1], "replaced")
+    move(scale, "replaced")
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match=r"describes memory that its tensor no long"):
+            call()
+
+
+def test_blocks_that_numpy_holds_are_kept_alive() -> None:
+    """A table of addresses named memory that was free again."""
+    blocks = [np.zeros((4, 2, 8), np.float32) for _ in range(4)]
+    alive = [weakref.ref(block) for block in blocks]
+    table = BlockTable.pointers([[blocks[:2]], [blocks[2:]]])
+    del blocks
+    assert all(one() is not None for one in alive)
+    assert table.seq_count == 2
+
+
+def test_mlx_moves_an_array_when_it_writes_it() -> None:
+    """What KVX wrote there afterwards was lost: MLX's array had other memory by then."""
+    mx = pytest.importorskip("mlx.core")
+    k, v = mx.zeros((4, 4, 2, 8)), mx.zeros((4, 4, 2, 8))
+    mx.eval(k, v)
+    one = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    ones = torch.ones(1, 2, 8)
+    write_kv(one, ones, ones, [5])
+    assert np.array(k).sum() == 16
+    k[0, 0, 0, 0] = 2.0
+    mx.eval(k)
+    with pytest.raises(InvalidArgumentError, match=r"cache\.k describes memory that its tensor no"):
+        write_kv(one, ones, ones, [6])
+    again = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    write_kv(again, ones, ones, [6])
+    assert np.array(k).sum() == 34
+
+
+def test_an_array_of_no_elements_has_no_memory_to_lose() -> None:
+    empty = OfAnotherLibrary(torch.empty(0, 2, 8))
+    found = describe(empty, "BLOCK_CUSTOM")
+    empty.tensor = torch.empty(8)[:0].view(0, 2, 8)
+    write_kv(cache(1)[0], found, torch.empty(0, 2, 8), [])
 
 
 def shrink(tensor: Tensor) -> None:

@@ -74,4 +74,10 @@ def test_refusals() -> None:
     ranges = one_end(span, [3])
     with pytest.raises(InvalidArgumentError, match=r"^cut_bytes is 64, expected a divisor of 288"):
         cut(ranges, 64)
+    for wrong in (0, -1):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"^cut_bytes is {wrong}, expected a diviso"
+        ):
+            cut(ranges, wrong)
+    assert len(cut(ranges, 1)) == ranges["bytes"].sum()
     assert torch.is_tensor(filled((1,), 1))

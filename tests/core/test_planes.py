@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -166,3 +167,15 @@ def test_memory_that_has_moved_is_refused() -> None:
     tensor.untyped_storage().resize_(0)
     with pytest.raises(InvalidArgumentError, match=r"^src\.planes\[0\] describes memory"):
         migrate(src, dst, [1])
+
+
+def test_planes_at_one_end_and_layers_at_the_other() -> None:
+    k, v = torch.zeros(2, 2, 4, 2, 8)
+    cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    facts = CacheFacts(first_kv_head=0)
+    plane = Plane.of(k, ("block", "token", "head", "dim"), "k", 0)
+    ends = CacheView((cache,), facts), CacheView((), facts, planes=(plane,))
+    for src, dst in (ends, ends[::-1]):
+        for call in (partial(migrate, same_model=True), verify):
+            with pytest.raises(InvalidArgumentError, match=r"layers that both hold \(spec E\.3\)"):
+                call(src.at([[0]]), dst.at([[1]]), [3])

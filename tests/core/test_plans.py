@@ -22,11 +22,14 @@ import torch
 from kvx_core import (
     BlockTable,
     CacheDesc,
+    CacheFacts,
+    CacheView,
     GatherPlan,
     InvalidArgumentError,
     KvxError,
     Layout,
     OutOfRangeError,
+    Plan,
     WritePlan,
     _bound,
     describe,
@@ -554,3 +557,24 @@ def test_a_cache_that_was_used_before_torch_was_imported() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout == "[1.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]\n"
+
+
+def test_starts_of_a_run_at_each_end() -> None:
+    """What a run is told replaces what the plan was made with."""
+    torch.manual_seed(5)
+    ends, tensors = [], []
+    for _ in range(2):
+        k, v = torch.randn(2, 2, 4, 2, 8)
+        tensors.append(k)
+        cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+        ends.append(CacheView((cache,), CacheFacts(first_kv_head=0)))
+    src, dst = (view.at([[1, 0]], starts=[0]) for view in ends)
+    plan = Plan.migrate(src, dst, [3], same_model=True)
+    from_, to = (k[[1, 0]].flatten(0, 1) for k in tensors)
+    to[2:5] = from_[2:5]
+    plan.run([3], src_starts=[2], dst_starts=[2])
+    assert torch.equal(tensors[1][[1, 0]].flatten(0, 1), to)
+    ranges = plan.ranges([3], src_starts=[2], dst_starts=[2])
+    for name, k in zip(("src", "dst"), tensors, strict=True):
+        assert k[1, 2].data_ptr() in ranges[name]
+        assert k[1, 0].data_ptr() not in ranges[name]

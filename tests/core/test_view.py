@@ -33,6 +33,7 @@ from kvx_core import (
     migrate,
     verify,
 )
+from kvx_core.stores import Section
 from tests.core import dlpack
 from tests.core.dlpack import Producer
 
@@ -394,3 +395,40 @@ def test_views_are_frozen_and_compare_by_what_they_describe() -> None:
     with pytest.raises(AttributeError):
         view.null_block_id = 0  # type: ignore[misc]
     assert "owner" not in repr(view)
+
+
+def test_scales_of_fp8_are_read_alone() -> None:
+    """Both ends may have the same, in memory that cannot be written."""
+    scale = np.array([0.5], np.float32)
+    scale.flags.writeable = False
+    ends = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        k, v = (torch.randn(2, 4, 2, 8).to(torch.float8_e4m3fn) for _ in range(2))
+        cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+        scales = {"k_scales": (ScaleDesc.of(scale),), "v_scales": (ScaleDesc.of(scale),)}
+        view = CacheView((cache,), CacheFacts(first_kv_head=0), **scales)
+        ends.append(view.at([[0, 1]]))
+    migrate(*ends, [7], same_model=True)
+    assert verify(*ends, [7])
+
+
+def test_a_section_of_some_layers_has_their_scales() -> None:
+    scales = [[ScaleDesc.of(2.0 ** (2 * i + j)) for i in range(3)] for j in range(2)]
+    layers = []
+    for _ in range(3):
+        k, v = (torch.zeros(2, 4, 2, 8).to(torch.float8_e4m3fn) for _ in range(2))
+        layers.append(CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD")))
+    view = CacheView(
+        tuple(layers),
+        CacheFacts(first_kv_head=0),
+        k_scales=tuple(scales[0]),
+        v_scales=tuple(scales[1]),
+    )
+    some = Section((4, 5, 6), view, BlockTable.packed([[0, 1]])).of([6, 4])
+    assert some.layers == (6, 4)
+    assert [layer.k.data for layer in some.view.layers] == [layers[i].k.data for i in (2, 0)]
+    for found, given in zip((some.view.k_scales, some.view.v_scales), scales, strict=True):
+        assert found is not None
+        assert [one.data for one in found if one is not None] == [given[2].data, given[0].data]
+    assert (some.view.k_zeros, some.view.v_zeros) == (None, None)

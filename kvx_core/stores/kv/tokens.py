@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, strided
 from torch.utils.dlpack import from_dlpack
 
-from kvx_core._dlpack import read_dlpack
+from kvx_core._dlpack import capsule_of, read_dlpack
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.stores.kv.half import Half
-from kvx_core.tensors import capsule_of, require_whole
+from kvx_core.tensors import require_whole
 from kvx_core.words import wrong
 
 _A_TENSOR = "a torch.Tensor, a numpy.ndarray or an object with __dlpack__"
