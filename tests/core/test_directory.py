@@ -469,6 +469,28 @@ def test_folders_that_are_links_lead_nowhere(where: str, tmp_path: Path) -> None
     assert (outside / "b" / "c").stat().st_mtime == 1
 
 
+@pytest.mark.usefixtures("resolver")
+def test_a_root_that_gives_place_to_another(tmp_path: Path) -> None:
+    """Files are opened in what has the root's name now, however it was when it was looked at."""
+    blobs = Directory(tmp_path / "above" / "root")
+    assert blobs.put("a/b", writing(b"one"))
+    assert read(blobs, "a/b") == b"one"
+    (tmp_path / "above").rename(tmp_path / "moved")
+    assert blobs.open("a/b") is None
+    (tmp_path / "above").symlink_to("moved")
+    assert read(blobs, "a/b") == b"one"
+    (tmp_path / "above").unlink()
+    assert Directory(tmp_path / "above" / "root").put("a/b", writing(b"two"))
+    assert read(blobs, "a/b") == b"two"
+    for where in ("a", "a/b"):
+        (tmp_path / "above" / "root" / where).rename(tmp_path / f"was-{len(where)}")
+        (tmp_path / "above" / "root" / where).symlink_to(tmp_path / f"was-{len(where)}")
+        assert blobs.open("a/b") is None
+        (tmp_path / "above" / "root" / where).unlink()
+        (tmp_path / f"was-{len(where)}").rename(tmp_path / "above" / "root" / where)
+    assert read(blobs, "a/b") == b"two"
+
+
 def things(root: Path) -> dict[str, Path]:
     """One of each kind that is no regular file, and what they may lead to."""
     root.mkdir()
