@@ -107,6 +107,10 @@ def migrate(
         move = _bound_move(src, dst, chosen, key, ends)
     if stream is not None:
         stream = stream_number(stream)
+    if move.leaves_out:
+        lens = SeqLens.of(seq_lens)
+        if lens.memory is Memory.HOST:  # read once: who shares its memory may write it meanwhile
+            seq_lens = SeqLens.of(lens.to_numpy())
     moved = move.call(seq_lens, stream)
     if moved < 0:
         _check(moved)

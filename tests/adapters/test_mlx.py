@@ -736,3 +736,19 @@ WAYS_OUT = [
 @pytest.mark.parametrize("case", WAYS_OUT, ids=str)
 def test_each_way_out_leads_out(case: WayOut) -> None:
     leads_out(case)
+
+
+def test_rows_of_a_ring_have_slots_of_their_own() -> None:
+    """Two sequences in one ring, whose keys are 10 and 20 times their positions."""
+    layer = RotatingKVCache(max_size=8, keep=2)
+    for position in range(11):
+        keys = mx.array([10.0 * position, 20.0 * position])[:, None, None, None]
+        keys = mx.contiguous(mx.broadcast_to(keys, (2, HEADS, 1, DIM)))
+        layer.update_and_fetch(keys, 2 * keys)
+    dst: list[Any] = [KVCache()]
+    adapter.reserve(dst, batch_size=2, num_tokens=8, num_kv_heads=HEADS, head_dim=DIM)
+    src = adapter.span([layer], facts(tiny()), kept=True)
+    migrate(src, adapter.span(dst, facts(tiny())), [8, 8], new_positions=True)
+    positions = [0, 1, *range(5, 11)]
+    for row, factor in enumerate((10, 20)):
+        assert np.asarray(dst[0].keys)[row, 0, :8, 0].tolist() == [factor * p for p in positions]

@@ -147,3 +147,20 @@ def test_text_that_is_no_object(text: str, expected: str) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         CacheGeometry.from_json(text)
     assert str(raised.value).startswith(expected)
+
+
+def test_layouts_have_their_number_of_axes() -> None:
+    shapes = {4: (9, 8, 7, 6), 5: (9, 8, 5, 7, 4), 3: (9, 8, 7), 6: (1,) * 6}
+    takes = {
+        Layout.BLOCK_NHD: {4: (9, 8, 7, 6, 1)},
+        Layout.BLOCK_HND: {4: (9, 7, 8, 6, 1)},
+        Layout.BLOCK_HND_PACKED: {5: (9, 7, 8, 20, 4)},
+        Layout.BLOCK_CUSTOM: {4: (9, 7, 8, 6, 1), 5: (9, 7, 8, 20, 4)},
+    }
+    for layout, found in takes.items():
+        for ndim, shape in shapes.items():
+            if ndim in found:
+                assert tuple(layouts.axes(layout, shape)) == found[ndim]
+            else:
+                with pytest.raises(InvalidArgumentError, match=f"^tensor.ndim is {ndim}, expected"):
+                    layouts.axes(layout, shape)

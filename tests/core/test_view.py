@@ -6,6 +6,7 @@ tests/test_migrate.py checks what a migration moves, in every layout, dtype and 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,7 @@ from kvx_core import (
     migrate,
     verify,
 )
+from kvx_core.left_out import bytes_left_out
 from kvx_core.stores import Section
 from tests.core import dlpack
 from tests.core.dlpack import Producer
@@ -432,3 +434,24 @@ def test_a_section_of_some_layers_has_their_scales() -> None:
         assert found is not None
         assert [one.data for one in found if one is not None] == [given[2].data, given[0].data]
     assert (some.view.k_zeros, some.view.v_zeros) == (None, None)
+
+
+def test_lengths_that_another_process_writes_after_the_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table with holes: what was left out is counted by the lengths that were moved."""
+    lens = np.array([7])
+
+    def written_first(*args: Any) -> int:
+        lens[0] = -5
+        return bytes_left_out(*args)
+
+    monkeypatch.setattr(sys.modules["kvx_core.migrate"], "bytes_left_out", written_first)
+    ends = []
+    for _ in range(2):
+        k, v = torch.randn(2, 2, 4, 2, 8)
+        cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+        ends.append(CacheView((cache,), CacheFacts(first_kv_head=0)))
+    src = ends[0].at(BlockTable.packed([[0, -1]]).with_holes())
+    assert migrate(src, ends[1].at([[0, 1]]), lens, same_model=True) == 4 * 2 * 2 * 8 * 4
+    assert lens[0] == -5
