@@ -234,12 +234,8 @@ class _Load:
         """
         takers = [section for section, is_one in zip(self.sections, takes, strict=True) if is_one]
         sources = self.of.sources(span, kinds, takers)
-        num_bytes = sum(
-            one.kind.layout(span.num_entry_tokens)
-            .selection(one.layers, self.room.num_tokens)
-            .place.num_bytes
-            for one in sources
-        )
+        of_entry, of_room = span.num_entry_tokens, self.room.num_tokens
+        num_bytes = sum(one.kind.memory_for(of_entry, one.layers, of_room) for one in sources)
         coarser = frozenset(each for kind in kinds for each in self.of.kinds.coarser(kind))
         return _Plan(sources, num_bytes, coarser)
 

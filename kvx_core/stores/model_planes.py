@@ -29,11 +29,6 @@ class ModelPlanes:
         return cls(frozenset(kind for kind in kinds if kind.role not in (Role.K, Role.V)))
 
     @property
-    def header_bytes(self) -> int:
-        """What the header of a file needs for them at most."""
-        return len(self.kinds) << 10
-
-    @property
     def have_states(self) -> bool:
         """Whether entries have states, which belong to all of their tokens together."""
         return any(kind.tokens_per_entry == 0 for kind in self.kinds)

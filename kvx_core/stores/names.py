@@ -33,11 +33,6 @@ class EntryName(NamedTuple):
     kind: str
 
 
-def digest_of(text: bytes) -> str:
-    """The SHA-256 of a record: 64 hex digits."""
-    return hashlib.sha256(text).hexdigest()
-
-
 def key_of(parent: str, ids: Ids) -> str:
     """The key of `ids` and all tokens before them; that of a full chunk is the next one's parent.
 

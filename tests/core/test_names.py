@@ -89,7 +89,6 @@ def test_names() -> None:
     assert names.kind_name(SPACE, KIND) == f"{SPACE}/kinds/{KIND}.json"
     assert names.kinds_folder(SPACE) == f"{SPACE}/kinds"
     assert names.space_record(SPACE) == f"{SPACE}/space.json"
-    assert names.digest_of(b"a space") == SPACE
     assert names.parse_entry(f"{SPACE}/ab/{key}.{KIND}.safetensors") == (
         *(f"{SPACE}/ab/{key}.{KIND}.safetensors", SPACE, key, KIND),
     )
