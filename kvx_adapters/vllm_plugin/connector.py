@@ -40,6 +40,7 @@ from kvx_adapters.vllm_plugin.settings import (
 )
 from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
 from kvx_adapters.vllm_plugin.steps import RankReports, StepPlan
+from kvx_adapters.vllm_plugin.windows import reach_of, window_of
 from kvx_adapters.vllm_plugin.witnesses import weights_of
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
@@ -68,10 +69,11 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_engine(vllm_config, self._settings)
         check_model(vllm_config.model_config)
         check_settings(vllm_config.kv_transfer_config)
-        windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        windows = [window_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
         self._boundary = Boundary(logger.warning)
-        self._stores = _stores(vllm_config, self._settings, shortest, self._boundary)
+        reach = reach_of(kv_cache_config.kv_cache_groups)
+        self._stores = _stores(vllm_config, self._settings, shortest, reach, self._boundary)
         self._weights = weights_of(vllm_config, in_worker=role is KVConnectorRole.WORKER)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
@@ -368,14 +370,14 @@ class _BrokenStore:
 
 
 def _stores(
-    config: Any, settings: Settings, window: int, boundary: Boundary
+    config: Any, settings: Settings, window: int, reach: Mapping[int, int], boundary: Boundary
 ) -> Stores | _BrokenStore:
     """The stores, or _BrokenStore: a broken store does not end an engine, and counts as an error.
 
     Raises InvalidArgumentError, UnsupportedError.
     """
     try:
-        stores = Stores(config, settings, window)
+        stores = Stores(config, settings, window, reach)
         stores.chunk_tokens  # noqa: B018
     except StoreError as error:
         boundary.caught(error, "saves and loads nothing until the next start", "", "errors")
@@ -431,22 +433,6 @@ def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
             f"the KV cache has layers {found}, expected each of {first} to {last - 1} once: "
             "KVXConnector does not serve models with other layers, or with a draft model's"
         )
-
-
-def _window(spec: Any) -> int:
-    """The sliding window of a group, after which vLLM frees its blocks; 0: it keeps them.
-
-    Raises UnsupportedError for groups that free blocks in another way.
-    Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
-    """
-    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-    name = type(spec).__name__
-    if name.startswith("ChunkedLocalAttention"):
-        raise UnsupportedError(
-            f"a KV cache group has a {name}, expected full attention or a sliding window. Use "
-            "--disable-hybrid-kv-cache-manager"
-        )
-    return spec.sliding_window if name.startswith("SlidingWindow") else 0
 
 
 def _alike(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.LayerGroup]:

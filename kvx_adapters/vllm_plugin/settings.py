@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
@@ -118,8 +119,13 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
 class Stores(Scoped):
     """The stores of an engine's model, by cache_salt and weights."""
 
-    def __init__(self, vllm_config: Any, settings: Settings, window: int) -> None:
-        """window: the shortest sliding window of a cache group; 0: there is none"""
+    def __init__(
+        self, vllm_config: Any, settings: Settings, window: int, reach: Mapping[int, int]
+    ) -> None:
+        """window: the shortest sliding window of a cache group; 0: there is none
+        reach:  of layers, how many tokens before the end of a prefix vLLM has blocks for; others
+                have blocks for all
+        """
         model = vllm_config.model_config
         record = model_record(vllm_config, settings)
         self.fingerprint = record.fingerprint
@@ -132,6 +138,7 @@ class Stores(Scoped):
             total_kv_heads=[total_kv_heads(model, layer) for layer in range(num_layers)],
             new_chunk_tokens=_new_chunk_tokens(window),
             precision=self._precisions,
+            windows=[reach.get(layer, 0) for layer in range(num_layers)],
         )
         super().__init__(store)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,12 +19,27 @@ from kvx_core.connector.counts import Counts
 from kvx_core.connector.plan import BlockIds, RequestId, Save, ScopedStores
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
-from kvx_core.snapshot import MemoryPool, Section, Snapshot, StoreError
-from kvx_core.stores.kinds import Heads
+from kvx_core.snapshot import Chunks, MemoryPool, Section, Snapshot, StoreError
+from kvx_core.stores.kinds import Heads, heads_of
 from kvx_core.stores.prefix import PrefixStore
 
 # The sections of the first tokens of a request: blocks, number of tokens.
 Sections = Callable[[BlockIds, int], list[Section]]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Layers of this worker that have files of their own."""
+
+    layers: tuple[int, ...]
+    heads: Heads
+    chunks: Chunks | None = None  # what is copied from; None: nothing of them is
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    def of(self, sections: Iterable[Section]) -> list[Section]:
+        """What these sections have of the layers."""
+        held = [(s, [layer for layer in s.layers if layer in self.layers]) for s in sections]
+        return [s if len(ls) == len(s.layers) else s.of(ls) for s, ls in held if ls]
 
 
 @dataclass(slots=True)
@@ -33,16 +48,27 @@ class _Copied:
 
     store: PrefixStore
     missing: set[int]  # layers that have not been copied
-    sections: Sequence[Section] = ()  # what is copied from
-    snapshots: list[Snapshot] = field(default_factory=list)
-    num_bytes: int = 0  # of these
+    parts: Sequence[_Part] = ()
+    num_bytes: int = 0  # of all snapshots
     refused: StoreError | None = None  # why chunks after these are not copied
 
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        return [snapshot for part in self.parts for snapshot in part.snapshots]
+
     def fill(self, layers: Collection[int]) -> None:
-        for section in self.sections:
-            if held := [layer for layer in section.layers if layer in layers]:
-                Snapshot.fill_all(self.snapshots, section.of(held))
+        for part in self.parts:
+            for section in () if part.chunks is None else part.chunks.sections:
+                if held := [layer for layer in section.layers if layer in layers]:
+                    Snapshot.fill_all(part.snapshots, section.of(held))
         self.missing = self.missing.difference(layers)
+
+    def settle(self) -> None:
+        """Ends the copies."""
+        for part in self.parts:
+            for snapshot in part.snapshots:
+                assert part.chunks is not None  # it is one of them
+                snapshot.settle(part.chunks.sections)
 
 
 class Saver:
@@ -98,10 +124,10 @@ class Saver:
             with self._saving(save):
                 copied = opened.get(save.request_id) or self._reserve(save)
                 copied.fill(copied.missing)
+                copied.settle()
                 for snapshot in copied.snapshots:
-                    snapshot.settle(copied.sections)
-                    num_tokens += len(snapshot.tokens)
                     self._writer.add(copied.store, snapshot)
+                num_tokens = _num_tokens(copied.snapshots)
                 if copied.refused is not None:
                     raise copied.refused
                 self._confirm_later(self._stores[save.scope])
@@ -132,16 +158,11 @@ class Saver:
         with self._saving(save):
             copied = self._reserve(save)
             copied.fill(copied.missing)
-            for snapshot in copied.snapshots:
-                snapshot.settle(copied.sections)
-            for snapshot, error in zip(
-                copied.snapshots,
-                self._writer.commit(copied.store, copied.snapshots),
-                strict=True,
-            ):
+            copied.settle()
+            for error in self._writer.commit(copied.store, copied.snapshots):
                 if error is not None:
                     raise error
-                stored += len(snapshot.tokens)
+            stored = _num_tokens(copied.snapshots)
             self._counts.add(saved_tokens=stored, save_seconds=time.perf_counter() - begin)
             if copied.refused is not None:
                 raise copied.refused
@@ -155,6 +176,7 @@ class Saver:
             return not any(
                 self._is_missing(
                     store,
+                    part,
                     save.tokens[start - save.start : stop - save.start],
                     start,
                     stop,
@@ -162,6 +184,7 @@ class Saver:
                     from_memory=False,
                 )
                 for start, stop in store.spans(save.stop, save.start)
+                for part in self._parts(store)
             )
         return False
 
@@ -178,36 +201,46 @@ class Saver:
     def _reserve(self, save: Save) -> _Copied:
         """Memory for the chunks of a save that are not stored yet."""
         store = self._stores[save.scope]
-        copied = _Copied(store, set(self._layers))
+        copied = _Copied(store, set(self._layers), self._parts(store))
         if self._pool is None:
             self._pool = MemoryPool(store.chunk_tokens, self._settings.max_pending_bytes // 4)
         chain = store.chain_of(save.tokens, save.node)
-        chunks, limit = None, self._settings.max_pending_bytes
+        limit, sections = self._settings.max_pending_bytes, None
         pending = self._writer.pending_bytes + self._open_bytes
         for start, stop in store.spans(save.stop, save.start):
             node = chain.node((start - save.start) // store.chunk_tokens)
             ids = save.tokens[start - save.start : stop - save.start]
-            if not self._is_missing(store, ids, start, stop, node):
-                continue
-            if pending + copied.num_bytes > limit:
-                copied.refused = StoreError(
-                    f"{pending + copied.num_bytes} bytes wait to be written, expected at most "
-                    f"{limit}, as max_pending_bytes says"
-                )
-                break
-            if chunks is None:
-                sections = self._sections(save.block_ids, save.stop)
-                chunks = store.chunks(sections, start, save.stop, pool=self._pool)
-                copied.sections = chunks.sections
-            snapshot = Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
-            if snapshot is not None:  # None: some of these tokens have left a sliding window
-                copied.snapshots.append(snapshot)
-                copied.num_bytes += snapshot.num_bytes
+            for part in copied.parts:
+                if not self._is_missing(store, part, ids, start, stop, node):
+                    continue
+                if pending + copied.num_bytes > limit:
+                    copied.refused = StoreError(
+                        f"{pending + copied.num_bytes} bytes wait to be written, expected at most "
+                        f"{limit}, as max_pending_bytes says"
+                    )
+                    return copied
+                if part.chunks is None:
+                    if sections is None:
+                        sections = self._sections(save.block_ids, save.stop)
+                    part.chunks = store.chunks(part.of(sections), start, save.stop, pool=self._pool)
+                snapshot = Snapshot.reserve_of(part.chunks, ids, start=start, prefix=node)
+                if snapshot is not None:  # None: some of these tokens have left a sliding window
+                    part.snapshots.append(snapshot)
+                    copied.num_bytes += snapshot.num_bytes
         return copied
+
+    def _parts(self, store: PrefixStore) -> list[_Part]:
+        """This worker's layers, those together that have files together."""
+        parts = store.windows.split(self._layers)
+        if len(parts) == 1:
+            return [_Part(parts[0], self._heads)]
+        heads = dict(zip(self._layers, heads_of(self._heads, len(self._layers)), strict=True))
+        return [_Part(layers, tuple(heads[layer] for layer in layers)) for layers in parts]
 
     def _is_missing(
         self,
         store: PrefixStore,
+        part: _Part,
         ids: npt.NDArray[np.int64],
         start: int,
         stop: int,
@@ -215,7 +248,7 @@ class Saver:
         *,
         from_memory: bool = True,
     ) -> bool:
-        """Whether a chunk has to be stored. In a step only memory is asked, and not the disk.
+        """Whether a part of a chunk has to be stored. In a step only memory is asked, not the disk.
 
         ids: its tokens, from `start` to `stop`
         """
@@ -223,8 +256,8 @@ class Saver:
             ids,
             start,
             stop,
-            self._layers,
-            self._heads,
+            part.layers,
+            part.heads,
             node=node,
             base=start,
             from_memory=from_memory,
@@ -233,8 +266,13 @@ class Saver:
     def _is_stored(self, store: PrefixStore, snapshot: Snapshot) -> bool:
         """Whether a chunk that was copied is stored already. Asks the disk."""
         header, tokens = snapshot.header, snapshot.tokens
-        start, stop = header.start, header.start + len(tokens)
-        return not self._is_missing(store, tokens, start, stop, header.prefix, from_memory=False)
+        start, stop, node = header.start, header.start + len(tokens), header.prefix
+        held = {layer for part in header.parts for layer in part.layers}
+        return not any(
+            self._is_missing(store, part, tokens, start, stop, node, from_memory=False)
+            for part in self._parts(store)
+            if held.issuperset(part.layers)
+        )
 
     def _confirm_later(self, store: PrefixStore) -> None:
         """Has a thread ask the disk for what memory took for stored, so that what others have
@@ -253,3 +291,8 @@ class Saver:
         return self._boundary.guard(
             "did not save", f"request {save.request_id}", count="dropped_saves"
         )
+
+
+def _num_tokens(snapshots: Iterable[Snapshot]) -> int:
+    """Of the chunks that these are of, each counted once."""
+    return sum({s.header.start: len(s.tokens) for s in snapshots}.values())

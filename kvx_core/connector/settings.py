@@ -85,6 +85,7 @@ class StoreSettings(BaseModel):
         total_kv_heads: int | Sequence[int],
         precision: Precision | Sequence[Precision],
         new_chunk_tokens: int = 128,
+        windows: Sequence[int] | None = None,
     ) -> PrefixStore:
         """The store of a model: see PrefixStore.
 
@@ -109,6 +110,7 @@ class StoreSettings(BaseModel):
             format=self.format,
             key=key,
             encryption_key=encryption_key,
+            windows=windows,
         )
         store.index.fresh_seconds = self.fresh_seconds
         config = read_config(directory, Secrets.of(key, encryption_key))

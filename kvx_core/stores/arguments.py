@@ -134,6 +134,15 @@ def check_part(kv_heads: Sequence[int], layers: Sequence[int], heads: Heads) -> 
             )
 
 
+def check_chunk(start: int, stop: int, base: int, end: int, chunk_tokens: int) -> None:
+    """Raises InvalidArgumentError unless start to stop is a chunk of tokens `base` to `end`."""
+    if start % chunk_tokens or not 0 <= base <= start < stop <= min(start + chunk_tokens, end):
+        raise InvalidArgumentError(
+            f"start is {start} and stop is {stop} of tokens {base} (base) to {end}, which are "
+            f"not a chunk of at most {chunk_tokens} tokens, expected what spans() returned"
+        )
+
+
 def check_spans(num_tokens: int, chunk_tokens: int) -> None:
     """Raises InvalidArgumentError if these are more tokens than a sequence can have."""
     if num_tokens > _MAX_SPANS * chunk_tokens:

@@ -11,6 +11,7 @@ from kvx_core.stores.index import Unknown
 from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.names import Ids, entry_name, key_of
+from kvx_core.stores.windows import ALL
 
 
 class Found(NamedTuple):
@@ -18,7 +19,8 @@ class Found(NamedTuple):
 
     shared: int  # tokens
     num_tokens: int  # of the entry
-    names: tuple[str, ...]  # of files that together hold all layers and heads
+    names: tuple[str, ...]  # of files that together hold all layers and heads, or most
+    lacking: int = 0  # how far back the reader needs the layers that they do not hold
 
 
 NOTHING = Found(0, 0, ())
@@ -50,7 +52,7 @@ class Finder:
         key = key_of(parent, ids) if key is None else key
         seen = self.kinds.all
         found = self._longest(parent, ids, at_least, key)
-        if found.shared < len(ids) and not self._knows_kinds():
+        if (found.shared < len(ids) or found.lacking) and not self._knows_kinds():
             if isinstance(self.entries, Known):
                 raise Unknown
             if self.kinds.refresh(seen):
@@ -65,20 +67,25 @@ class Finder:
     def _longest(self, parent: str, ids: Ids, at_least: int, key: str) -> Found:
         if not self.kinds.asked():
             return NOTHING
-        if names := self._files(key, len(ids)):
-            return Found(len(ids), len(ids), names)
+        goes_on = len(ids) == self.chunk_tokens  # so that windows may have left it
+        names, lacking = self._files(key, len(ids), ALL if goes_on else 1)
+        if names:
+            return Found(len(ids), len(ids), names, lacking)
         space = self.kinds.record.name
         for shared, mark in self.entries.marked(space, parent, ids, self.chunk_tokens):
             if shared < max(at_least, 1):
                 break
             if self.whole and shared < len(mark.ids):
                 continue
-            if names := self._files(mark.key, len(mark.ids)):
+            names, _ = self._files(mark.key, len(mark.ids), 1)
+            if names:
                 return Found(shared, len(mark.ids), names)
         return NOTHING
 
-    def _files(self, key: str, num_tokens: int) -> tuple[str, ...]:
-        """Good files of an entry that together hold all layers and heads; none if some lack."""
+    def _files(self, key: str, num_tokens: int, below: int) -> tuple[tuple[str, ...], int]:
+        """Good files of an entry that together hold all layers and heads, and how far back the
+        reader needs those that lack; no files if that is not `below`.
+        """
         space, asked = self.kinds.record.name, dict[str, bool]()
 
         def is_good(kind: Kind) -> bool:
@@ -87,8 +94,9 @@ class Finder:
             return asked[kind.id]
 
         best: Sequence[Kind] = self.kinds.best
+        lacking = 0
         if not (best and all(map(is_good, best))):
-            is_whole, best = self.kinds.covered(filter(is_good, self.kinds.asked()))
-            if not is_whole:
-                return ()
-        return tuple(entry_name(space, key, kind.id) for kind in best)
+            lacking, best = self.kinds.covered(filter(is_good, self.kinds.asked()))
+            if lacking >= below:
+                return (), lacking
+        return tuple(entry_name(space, key, kind.id) for kind in best), lacking

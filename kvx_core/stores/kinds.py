@@ -21,6 +21,7 @@ from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import kind_name, kinds_folder, model_record, space_record
 from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
+from kvx_core.stores.windows import Windows
 
 _MOST = 256  # kinds of a space
 _MOST_BYTES = 16 << 20  # of their records, in all spaces: parsed they take ten times as much
@@ -48,13 +49,16 @@ class Kinds:
         clock: Callable[[], float] = time.monotonic,
         reader: object = None,
         has_room: Callable[[int], bool] = lambda num_bytes: True,
+        windows: Windows | None = None,
         about: bytes = b"",
     ) -> None:
         """demand:   the precision of each layer of the reader's cache
         reader:   the same for all spaces of one; what is found of its caches is kept with it
         has_room: whether so many bytes of records may be kept, in all spaces together
+        windows:  how far back the reader needs each layer; None: all of them
         about:    the text of the model's record, if it is known; its digest is the fingerprint
         """
+        self.windows = windows or Windows.of(None, len(record.kv_heads))
         self.record, self.reader = record, reader or object()
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
@@ -129,16 +133,19 @@ class Kinds:
                 self._refused[id] = self._clock() + _REFUSED_SECONDS
         return self._kinds.get(id)
 
-    def covered(self, kinds: Iterable[Kind]) -> tuple[bool, list[Kind]]:
-        """Whether kinds hold all layers and heads together, and the first that do."""
+    def covered(self, kinds: Iterable[Kind]) -> tuple[int, list[Kind]]:
+        """How far back the reader needs the layers that kinds do not hold together with all heads,
+        0 if they hold all; and the first that hold what they do.
+        """
         held: Held = [np.zeros(heads, np.bool_) for heads in self.record.kv_heads]
         chosen = []
         for kind in kinds:
             if _adds(kind, held):
                 chosen.append(kind)
                 if all(layer.all() for layer in held):
-                    return True, chosen
-        return False, chosen
+                    return 0, chosen
+        reach = self.windows.reach
+        return max(reach[i] for i, layer in enumerate(held) if not layer.all()), chosen
 
     def hold(
         self,
@@ -273,8 +280,8 @@ class Kinds:
         """Sorts kinds: own precision first, then finer ones, then coarser ones; then by size."""
         self._all = tuple(sorted(self._kinds.values(), key=self._order))
         self._ranked = tuple(kind for kind in self._all if self.accepts(kind))
-        is_whole, chosen = self.covered(self._ranked)
-        self._cover = tuple(chosen) if is_whole else ()
+        lacking, chosen = self.covered(self._ranked)
+        self._cover = () if lacking else tuple(chosen)
 
     def _order(self, kind: Kind) -> tuple[int, int, int, str]:
         rank = max(_rank(kind.precision_of(layer), self.demand[layer]) for layer in kind.layers)
@@ -297,10 +304,12 @@ class Spaces:
         secrets: Secrets,
         demand: Sequence[Precision],
         accept: Accept,
+        windows: Windows | None = None,
         about: bytes = b"",
     ) -> None:
-        self._arguments, self._about = (blobs, secrets, demand, accept), about
-        self._reader = object()
+        """As for Kinds."""
+        self._arguments, self._reader = (blobs, secrets, demand, accept), object()
+        self.windows, self._about = windows, about
         self._known = WeakValueDictionary[str, Kinds]()
 
     def kinds(self, record: SpaceRecord) -> Kinds:
@@ -311,6 +320,7 @@ class Spaces:
             reader=self._reader,
             has_room=self._has_room,
             about=self._about,
+            windows=self.windows,
         )
         return self._known.setdefault(record.name, new)
 

@@ -12,7 +12,7 @@ class StoredSpan:
     start: int
     stop: int
     num_entry_tokens: int  # of the entry, which may continue with other tokens than the prompt
-    names: tuple[str, ...]  # of files that together hold all layers and heads
+    names: tuple[str, ...]  # of files that together hold all layers and heads that are needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from kvx_core.snapshot import (
 from kvx_core.stores import arguments
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.commits import Commits, name_in
-from kvx_core.stores.config import StoreConfig, stored_config
+from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index
@@ -55,6 +55,7 @@ from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
+from kvx_core.stores.windows import Windows
 from kvx_core.types import DType
 from kvx_core.words import instance, int64, int64s, integer, items, takes
 
@@ -90,6 +91,7 @@ class PrefixStore:
         encryption_key: bytes | Sequence[bytes] | None = None,
         planes: Iterable[Plane | PlaneKind] = (),
         format: StorageFormat | DType | str | None = None,
+        windows: Sequence[int] | None = None,
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
@@ -108,6 +110,8 @@ class PrefixStore:
         planes:       beside K and V, of all layers of the model: entries with others are not found
         format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
                       cache has them
+        windows:      of each layer, how many tokens before the end of a prefix are loaded, the
+                      others being null blocks; 0: all. None: all of every layer
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
@@ -133,14 +137,15 @@ class PrefixStore:
         )
         of_model = fingerprint, kv_heads, self._planes, self.format
         self._sections = ModelSections(*of_model, self.is_lossy)
-        self._spaces = Spaces(blobs, self._secrets, self._own, accept, about)
+        self.windows = Windows.of(windows, num_layers)
+        self._spaces = Spaces(blobs, self._secrets, self._own, accept, self.windows, about)
         marks = Marks(blobs, self._secrets, index := Index(), self._spaces.ids)
         self._entries = Entries(blobs, self._secrets, marks, index)
         self._superseded = Superseded(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
         self._own_kinds = OwnKinds(self.format, self._secrets)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
-        self._config = self._stored_config()
+        self._config = stored_config(blobs, self._secrets, chunk_tokens, new_chunk_tokens)
         try:
             self._planes.check_chunks(self.chunk_tokens)
         except InvalidArgumentError as error:
@@ -148,10 +153,6 @@ class PrefixStore:
                 raise
             raise StoreError(f"{error}. The store was made with these chunk_tokens") from None
         self._rooms = Rooms()
-
-    def _stored_config(self, *, waits: bool = True) -> StoreConfig | None:
-        wanted = self._requested, self._otherwise
-        return stored_config(self._blobs, self._secrets, *wanted, waits=waits)
 
     def salted(self, salt: str) -> Self:
         """The same store for sequences with this salt."""
@@ -189,7 +190,8 @@ class PrefixStore:
     def chunk_tokens(self) -> int:
         """Tokens of a full chunk."""
         if self._config is None:
-            self._config = self._stored_config(waits=False)
+            wanted = self._requested, self._otherwise
+            self._config = stored_config(self._blobs, self._secrets, *wanted, waits=False)
         if self._config is None:
             return self._requested or self._otherwise
         return self._config.chunk_tokens
@@ -253,7 +255,8 @@ class PrefixStore:
     def lookup(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Match:
         """The longest prefix of `tokens` that is stored, exact to the token.
 
-        An entry counts if accepted files together hold all its layers and heads; the most precise
+        An entry counts if accepted files together hold all its layers and heads, but for those that
+        `windows` leaves out before the last chunks; the most precise
         files are chosen. Corrupt files do not count, and are deleted, those behind the first one
         too. Files that cannot be read now, or are not signed with the store's key, do not count.
         Entries that begin like the rest of the prompt are found by their marks: a lookup may miss
@@ -489,12 +492,8 @@ class PrefixStore:
         base: int,
     ) -> tuple[str, Ids]:
         """The node of a chunk, and its tokens."""
-        step, end = self.chunk_tokens, base + len(tokens)
-        if start % step or not 0 <= base <= start < stop <= min(start + step, end):
-            raise InvalidArgumentError(
-                f"start is {start} and stop is {stop} of tokens {base} (base) to {end}, which are "
-                f"not a chunk of at most {step} tokens, expected what spans() returned"
-            )
+        step = self.chunk_tokens
+        arguments.check_chunk(start, stop, base, base + len(tokens), step)
         if node is None:
             node = self.chain_of(token_ids(tokens[:start])).node(start // step)
         return node, token_ids(tokens[start - base : stop - base])

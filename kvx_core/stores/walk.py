@@ -25,6 +25,7 @@ class Walk:
     _is_cut: bool = False  # a corrupt file ended it
     _at: int = 0
     _spans: list[StoredSpan] = field(default_factory=list)
+    _lacking: list[int] = field(default_factory=list)  # of each: see Found
 
     @property
     def num_found(self) -> int:
@@ -33,8 +34,17 @@ class Walk:
 
     @property
     def match(self) -> Match:
-        """What has been found so far."""
-        return Match(self._at, tuple(self._spans))
+        """The longest prefix of what has been found so far that has all that its reader needs.
+
+        Layers with a window are needed in the last chunks alone: where they lack in one that the
+        window reaches, the prefix ends before it.
+        """
+        stop, count = self._at, len(self._spans)
+        if any(self._lacking):
+            for i in range(len(self._spans) - 1, -1, -1):
+                if stop - self._lacking[i] < self._spans[i].stop:
+                    stop, count = self._spans[i].start, i
+        return Match(stop, tuple(self._spans[:count]))
 
     def go_on(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Walks on to the end, or until `is_enough` after a chunk.
@@ -55,6 +65,7 @@ class Walk:
             shared = found.shared
             if shared:
                 self._spans.append(StoredSpan(at, at + shared, found.num_tokens, found.names))
+                self._lacking.append(found.lacking)
                 self._at += shared
             self.is_over = shared < step or self._at == self.num_tokens
             self._is_cut = shared < len(rest) and finder.num_corrupt > num_corrupt

@@ -50,15 +50,20 @@ def test_a_workers_groups_have_each_of_its_layers() -> None:
 def test_the_window_of_a_group() -> None:
     from vllm.v1 import kv_cache_interface as of_vllm
 
-    from kvx_adapters.vllm_plugin.connector import _window
+    from kvx_adapters.vllm_plugin.windows import reach_of, window_of
 
     full = of_vllm.FullAttentionSpec(16, **SIZES, sliding_window=7)  # it keeps all blocks
     sliding = of_vllm.SlidingWindowSpec(16, **SIZES, sliding_window=7)
     chunked = of_vllm.ChunkedLocalAttentionSpec(16, **SIZES, attention_chunk_size=32)
     several = of_vllm.UniformTypeKVCacheSpecs(16, {"a": sliding, "b": sliding})
-    assert [_window(spec) for spec in (full, sliding, several)] == [0, 7, 7]
+    assert [window_of(spec) for spec in (full, sliding, several)] == [0, 7, 7]
+    groups = [
+        of_vllm.KVCacheGroupSpec([f"model.layers.{i}.attn"], spec)
+        for i, spec in enumerate((full, sliding, several))
+    ]
+    assert reach_of(groups) == {1: 7 + 16, 2: 7 + 16}  # vLLM keeps the block that it begins in
     with pytest.raises(UnsupportedError, match="a KV cache group has a ChunkedLocalAttentionSp"):
-        _window(chunked)
+        window_of(chunked)
 
 
 def test_chunked_layers_beside_full_ones_without_the_hybrid_manager() -> None:
@@ -67,7 +72,7 @@ def test_chunked_layers_beside_full_ones_without_the_hybrid_manager() -> None:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvx_adapters.vllm_plugin.connector import _window
+    from kvx_adapters.vllm_plugin.windows import window_of
 
     chunked = of_vllm.ChunkedLocalAttentionSpec(16, **SIZES, attention_chunk_size=32)
     specs = {"0": of_vllm.FullAttentionSpec(16, **SIZES), "1": chunked, "2": chunked}
@@ -92,8 +97,8 @@ def test_chunked_layers_beside_full_ones_without_the_hybrid_manager() -> None:
         return get_kv_cache_groups(config, dict(specs))
 
     with pytest.raises(UnsupportedError, match=r"Use --disable-hybrid-kv-cache-manager$"):
-        [_window(group.kv_cache_spec) for group in groups(disable=False)]
-    assert [_window(group.kv_cache_spec) for group in groups(disable=True)] == [0]
+        [window_of(group.kv_cache_spec) for group in groups(disable=False)]
+    assert [window_of(group.kv_cache_spec) for group in groups(disable=True)] == [0]
 
 
 def test_layers_of_a_group_have_windows_of_their_own() -> None:
