@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from kvx_core import Directory
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.index import Index
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.names import Ids, key_of
-from kvx_core.stores.secrets import Secrets
 from tests.prompts import CHUNK, SHAPES, Best, Prompts
 
 COUNTS = (100, 10_000, 100_000, 1_000_000)

@@ -12,9 +12,9 @@ from typing import Any
 from safetensors import safe_open
 
 from kvx_core.snapshot import Snapshot
-from kvx_core.stores.chunk_file import open_chunk, write_chunk
-from kvx_core.stores.kind import Kind
-from kvx_core.stores.secrets import Secrets
+from kvx_core.snapshot.chunk_file import open_chunk, write_chunk
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 
 
 def entry_files(root: Path) -> list[Path]:

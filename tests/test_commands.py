@@ -108,7 +108,7 @@ def test_pip_lines_in_texts() -> None:
     for path in [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "kvx_core").rglob("*.py")]:
         assert not re.search(r"pip install '?kvx\b", path.read_text()), path
     (needed,) = known["encryption"]
-    assert f"pip install '{needed}'" in (ROOT / "kvx_core/stores/secrets.py").read_text()
+    assert f"pip install '{needed}'" in (ROOT / "kvx_core/snapshot/secrets.py").read_text()
     for page in ("vllm", "tensorrt_llm"):
         assert f"`pip install '{needed}'`" in (ROOT / f"docs/{page}.md").read_text()
 

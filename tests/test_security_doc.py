@@ -8,8 +8,8 @@ import pytest
 
 from kvx_core import files
 from kvx_core.connector import boundary, settings
-from kvx_core.snapshot import file, signing
-from kvx_core.stores import config, index, kinds, marks, names, pieces, root, space
+from kvx_core.snapshot import file, pieces, signing
+from kvx_core.stores import config, index, kinds, marks, names, root, space
 from tests.documents import Document
 from tests.native import ROOT
 

@@ -15,12 +15,12 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvx_core.snapshot import Snapshot
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.record import Record
+from kvx_core.snapshot.sealing import Sealing
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import Directory
 from kvx_core.stores.inventory import Inventory
-from kvx_core.stores.kind import Kind
-from kvx_core.stores.record import Record
-from kvx_core.stores.sealing import Sealing
-from kvx_core.stores.secrets import Secrets
 from tests.test_store_command import (
     CHUNK,
     all_files,

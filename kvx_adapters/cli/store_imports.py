@@ -17,15 +17,15 @@ from kvx_adapters.cli.store_exports import ENDING, RECORD
 from kvx_adapters.cli.store_runs import chunks_of
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.commits import Commits
 from kvx_core.stores.entries import Entries
 from kvx_core.stores.index import Index
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Spaces
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.names import is_key
-from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.superseded import Superseded
 

@@ -17,9 +17,9 @@ from rich.progress import Progress
 
 from kvx_core import InvalidArgumentError, KvxError
 from kvx_core.errors import printable
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import Directory, StoreError, read_key
 from kvx_core.stores.inventory import Inventory
-from kvx_core.stores.secrets import Secrets
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SETTING, _OPTION = "Give the key: encryption_key_files", "Give the key: --encryption-key-file"

@@ -12,13 +12,13 @@ from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.model_record import ModelRecord
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
+from kvx_core.snapshot.secrets import Secrets, secret_of_variable
 from kvx_core.stores.access import check_access
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import MIN_CHUNK_TOKENS, MOST_CHUNK_TOKENS, read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
-from kvx_core.stores.secrets import Secrets, secret_of_variable
 
 _MAX_SCOPES = 1024
 

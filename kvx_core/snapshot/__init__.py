@@ -12,6 +12,12 @@ pool       memory that snapshots reuse           chunks    captures of chunks of
 nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
 restore    the copy of a snapshot into a cache
 copiers    copies that are described once       room      memory that snapshots are read into
+
+Files of stores, which hold snapshots too:
+chunk_file  writes and reads one                kind      how the files of one writer are laid out
+file_layout  where everything is in a file      record    what a file has of its own
+pieces     in which files are checked           sealing   their checks, and their encryption
+secrets    keys of a process
 """
 
 from kvx_core.snapshot.capture import precision_of, token_ids

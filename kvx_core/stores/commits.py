@@ -8,10 +8,10 @@ from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Snapshot, StoreError
+from kvx_core.snapshot.chunk_file import write_chunk
+from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.blob_store import Put, Write
-from kvx_core.stores.chunk_file import write_chunk
 from kvx_core.stores.entries import Entries
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.marks import Mark
 from kvx_core.stores.names import entry_name, key_of

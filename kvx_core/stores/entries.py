@@ -8,14 +8,14 @@ from threading import Lock
 from typing import BinaryIO
 
 from kvx_core.snapshot import CorruptError, Precision, StoreError
+from kvx_core.snapshot.chunk_file import open_chunk
 from kvx_core.snapshot.errors import OtherKeyError
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.chunk_file import open_chunk
 from kvx_core.stores.index import Index, Unknown
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.marks import Mark, Marks
 from kvx_core.stores.names import Ids, entry_name
-from kvx_core.stores.secrets import Secrets
 
 
 @dataclass(frozen=True, slots=True)

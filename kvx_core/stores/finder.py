@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.entries import Entries, Known
 from kvx_core.stores.index import Unknown
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.names import Ids, entry_name, key_of
 from kvx_core.stores.windows import ALL

@@ -19,12 +19,13 @@ from typing import Any, BinaryIO
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.files import ReadFile, close
 from kvx_core.snapshot import CorruptError, StoreError
+from kvx_core.snapshot.chunk_file import ChunkFile, open_chunk, said_tokens
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.chunk_file import ChunkFile, open_chunk, said_tokens
 from kvx_core.stores.config import StoreConfig, read_config
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import (
     is_key,
     is_mark,
@@ -33,7 +34,6 @@ from kvx_core.stores.names import (
     parse_entry,
     space_record,
 )
-from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.stored_kind import Lengths, StoredKind
 from kvx_core.stores.verified import check_file, secrets_for

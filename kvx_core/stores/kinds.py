@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.names import kind_name, kinds_folder, model_record, space_record
-from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.windows import Windows
 

@@ -23,9 +23,9 @@ from kvx_core.snapshot import (
     can_join,
     restore_all,
 )
-from kvx_core.stores.chunk_file import read_chunk
+from kvx_core.snapshot.chunk_file import read_chunk
+from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.entries import Carried, Entries
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.match import StoredSpan
 from kvx_core.stores.names import EntryName, parse_entry

@@ -21,6 +21,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
+from kvx_core.snapshot.secrets import RANDOM_BYTES, TAG_BYTES, Secrets
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.names import (
@@ -32,7 +33,6 @@ from kvx_core.stores.names import (
     rungs,
     shared_tokens,
 )
-from kvx_core.stores.secrets import RANDOM_BYTES, TAG_BYTES, Secrets
 
 _MAGIC = b"KVXMARK3"
 _SIGNED, _ENCRYPTED = 1, 2

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kvx_core.snapshot import Precisions, Section, StorageFormat
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture_all
-from kvx_core.stores.kind import Kind
-from kvx_core.stores.secrets import Secrets
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.view import CacheView
 
 _MOST = 64  # that are remembered

@@ -31,6 +31,8 @@ from kvx_core.snapshot import (
     StoreError,
     token_ids,
 )
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import arguments
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.commits import Commits, name_in
@@ -38,7 +40,6 @@ from kvx_core.stores.config import stored_config
 from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index
-from kvx_core.stores.kind import Kind
 from kvx_core.stores.kinds import Heads, Kinds, Spaces
 from kvx_core.stores.loads import Loads, Progress, says_precision
 from kvx_core.stores.marks import Marks
@@ -49,7 +50,6 @@ from kvx_core.stores.model_sections import ModelSections
 from kvx_core.stores.names import Ids, entry_name, key_of
 from kvx_core.stores.own_kinds import OwnKinds
 from kvx_core.stores.rooms import Rooms
-from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import SpaceRecord, salt_digest
 from kvx_core.stores.superseded import Superseded
 from kvx_core.stores.token_chain import TokenChain

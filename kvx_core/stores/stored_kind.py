@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvx_core.snapshot import StoreError
-from kvx_core.stores.kind import Kind
+from kvx_core.snapshot.kind import Kind
 
 if TYPE_CHECKING:
     from kvx_core.stores.inventory import StoredFile

@@ -7,10 +7,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
-from kvx_core.stores.kind import Kind
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.marks import most_bytes, parse_mark
 from kvx_core.stores.names import is_mark, model_record, space_record
-from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 
 if TYPE_CHECKING:

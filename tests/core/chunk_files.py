@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvx_core import DType, PlaneKind, Snapshot
 from kvx_core.snapshot import Header, Part, Precision, Stored
+from kvx_core.snapshot.chunk_file import write_chunk
 from kvx_core.snapshot.contents import FILE_DTYPES, STORED_UNITS, is_scale
+from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import laid_out
-from kvx_core.stores.chunk_file import write_chunk
-from kvx_core.stores.kind import Kind
-from kvx_core.stores.secrets import Secrets
+from kvx_core.snapshot.secrets import Secrets
 from tests.core import sections
 from tests.test_lossless import reference
 

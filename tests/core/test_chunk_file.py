@@ -18,9 +18,9 @@ from safetensors import safe_open
 
 from kvx_core import DType, InvalidArgumentError, Snapshot
 from kvx_core.snapshot import CorruptError, Room, StoreError, UnsignedError
-from kvx_core.stores.chunk_file import open_chunk, read_chunk, write_chunk
-from kvx_core.stores.kind import Kind
-from kvx_core.stores.secrets import Secrets
+from kvx_core.snapshot.chunk_file import open_chunk, read_chunk, write_chunk
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.secrets import Secrets
 from tests.core import store_reader
 from tests.core.chunk_files import (
     DECODERS,

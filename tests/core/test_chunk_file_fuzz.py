@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvx_core import Snapshot
 from kvx_core.snapshot import StoreError
-from kvx_core.stores.chunk_file import open_chunk, read_chunk, write_chunk
-from kvx_core.stores.kind import Kind
+from kvx_core.snapshot.chunk_file import open_chunk, read_chunk, write_chunk
+from kvx_core.snapshot.kind import Kind
 from tests.core import store_reader
 from tests.core.chunk_files import DECODERS, FULL, KEYS, MAKERS, bytes_of, kind_of, secrets_of
 from tests.core.chunk_files import snapshot_of as random_snapshot

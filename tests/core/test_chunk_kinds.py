@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvx_core.snapshot import CorruptError, StoreError
-from kvx_core.stores.kind import Kind
+from kvx_core.snapshot.kind import Kind
 from tests.core.chunk_files import FULL, MAKERS, kind_of
 from tests.core.store_reader import canonical
 

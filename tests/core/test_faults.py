@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvx_core import StoreError
-from kvx_core.snapshot import CorruptError, Snapshot, memory
-from kvx_core.stores import beneath, chunk_file
+from kvx_core.snapshot import CorruptError, Snapshot, chunk_file, memory
+from kvx_core.stores import beneath
 from tests.caches import assert_same_bytes
 from tests.core.test_stores import Engine, files_of, save, store_in
 

@@ -18,11 +18,11 @@ from xxhash import xxh3_128_digest
 
 from kvx_core import Directory
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore, Write
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.marks import KnownMarks, Mark, Marks, mark_bytes, most_bytes, parse_mark
 from kvx_core.stores.names import Ids, entry_name, key_of, mark_name, rung_of, rungs
-from kvx_core.stores.secrets import Secrets
 from kvx_core.stores.superseded import Superseded
 from tests.prompts import CHUNK, SHAPES, Best, Draw, Prompts, small_edits
 from tests.stores_memory import InMemory

@@ -11,8 +11,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvx_core import InvalidArgumentError, UnsupportedError
+from kvx_core.snapshot.secrets import Encryption, Secrets
 from kvx_core.snapshot.signing import Key
-from kvx_core.stores.secrets import Encryption, Secrets
 
 NEW, OLD, THIRD = b"n" * 32, b"o" * 40, b"t" * 64
 

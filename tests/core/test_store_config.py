@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.snapshot.signing import Key
 from kvx_core.stores import config as config_module
 from kvx_core.stores.blob_store import Write
 from kvx_core.stores.config import StoreConfig, read_config, stored_config
-from kvx_core.stores.secrets import Secrets
 from tests.stores_memory import InMemory
 
 NEW, OLD, OTHER = b"n" * 32, b"o" * 32, b"x" * 32

@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 from kvx_core import Directory
-from kvx_core.stores.chunk_file import write_chunk
+from kvx_core.snapshot.chunk_file import write_chunk
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.inventory import Inventory
 from kvx_core.stores.names import entry_name, key_of
-from kvx_core.stores.secrets import Secrets
 from tests import faults
 from tests.fakes.vllm import needs_cpu_op
 from tests.native import ROOT

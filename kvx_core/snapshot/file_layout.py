@@ -15,10 +15,10 @@ import numpy as np
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.contents import Header, Stored, is_scale
 from kvx_core.snapshot.errors import StoreError
+from kvx_core.snapshot.pieces import Group, Piece, Range, cut, groups_of, runs_of
+from kvx_core.snapshot.record import Form, Head
 from kvx_core.snapshot.room import Placed, placed
 from kvx_core.snapshot.snapshot import Snapshot
-from kvx_core.stores.pieces import Group, Piece, Range, cut, groups_of, runs_of
-from kvx_core.stores.record import Form, Head
 
 _MAX_FILE_BYTES = 1 << 33
 _MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers

@@ -29,10 +29,10 @@ from kvx_core.snapshot.contents import (
     inconsistency,
 )
 from kvx_core.snapshot.errors import CorruptError, StoreError
+from kvx_core.snapshot.file_layout import FileLayout
 from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.record import element_bytes
 from kvx_core.snapshot.snapshot import Snapshot
-from kvx_core.stores.file_layout import FileLayout
-from kvx_core.stores.record import element_bytes
 from kvx_core.types import DType
 
 FORMAT = 3

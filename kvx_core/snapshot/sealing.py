@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from kvx_core.stores.record import CLEAR_BYTES, RANDOM_BYTES, RecordText
-from kvx_core.stores.secrets import TAG_BYTES, nonce_of
+from kvx_core.snapshot.record import CLEAR_BYTES, RANDOM_BYTES, RecordText
+from kvx_core.snapshot.secrets import TAG_BYTES, nonce_of
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
+    from kvx_core.snapshot.secrets import Encryption, Secrets
     from kvx_core.snapshot.signing import Key
-    from kvx_core.stores.secrets import Encryption, Secrets
 
 
 class Sealing:

@@ -20,14 +20,11 @@ from kvx_core.files import read_at, write_all
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Part
 from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError
+from kvx_core.snapshot.file_layout import FileLayout
+from kvx_core.snapshot.kind import MAX_TOKENS, Kind
 from kvx_core.snapshot.memory import Bytes, in_threads
-from kvx_core.snapshot.room import Room
-from kvx_core.snapshot.scales import are_good
-from kvx_core.snapshot.snapshot import Snapshot
-from kvx_core.stores.file_layout import FileLayout
-from kvx_core.stores.kind import MAX_TOKENS, Kind
-from kvx_core.stores.pieces import MOST_BYTES, Group, Range
-from kvx_core.stores.record import (
+from kvx_core.snapshot.pieces import MOST_BYTES, Group, Range
+from kvx_core.snapshot.record import (
     BEGIN_BYTES,
     CLEAR_BYTES,
     FIRST_TEXT,
@@ -35,13 +32,16 @@ from kvx_core.stores.record import (
     RecordText,
     num_tokens_of,
 )
-from kvx_core.stores.sealing import Sealing
-from kvx_core.stores.secrets import TAG_BYTES
+from kvx_core.snapshot.room import Room
+from kvx_core.snapshot.scales import are_good
+from kvx_core.snapshot.sealing import Sealing
+from kvx_core.snapshot.secrets import TAG_BYTES
+from kvx_core.snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-    from kvx_core.stores.secrets import Secrets
+    from kvx_core.snapshot.secrets import Secrets
 
 _MAX_POSITION = 1 << 62
 _of_thread = threading.local()
