@@ -9,7 +9,7 @@ numbers, the last axis counts units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -227,6 +227,20 @@ def group_scale(stored: Stored) -> Stored:
 def is_scale(name: str) -> bool:
     """Whether it is the name of a scale."""
     return name.endswith("_scale" if name.startswith("layers.") else ".scale")
+
+
+def planes_of(header: Header, layers: Iterable[int]) -> list[PlaneKind]:
+    """The planes of these layers beside K and V."""
+    wanted = set(layers)
+    return [kind for part in header.parts for kind in part.planes if kind.layer in wanted]
+
+
+def names_of(header: Header, tensors: Mapping[str, Stored], layers: Sequence[int]) -> list[str]:
+    """The names of the tensors of these layers."""
+    names = [f"layers.{layer}.{kind}" for layer in layers for kind in ("k", "v", *SCALE_KINDS)]
+    for kind in planes_of(header, layers):
+        names += [kind.name, scale_name(kind.name)]
+    return [name for name in names if name in tensors]
 
 
 def _names(kind: PlaneKind, num_tokens: int) -> tuple[str, ...]:

@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-import numpy as np
-
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.snapshot.contents import Header, Stored, is_scale
+from kvx_core.snapshot.contents import Header, Stored, is_scale, names_of
 from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.pieces import Group, Piece, Range, cut, groups_of, runs_of
 from kvx_core.snapshot.record import Form, Head
 from kvx_core.snapshot.room import Placed, placed
-from kvx_core.snapshot.snapshot import Snapshot
 
 _MAX_FILE_BYTES = 1 << 33
 _MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers
@@ -112,8 +109,7 @@ class FileLayout:
         if found is None:
             if len(self._selections) >= _MAX_KEPT:
                 self._selections.clear()
-            snapshot = Snapshot(self.header, np.zeros(self.num_tokens, np.int64), self.tensors)
-            names = tuple(snapshot.names_of(key[0]))
+            names = tuple(names_of(self.header, self.tensors, key[0]))
             place = placed(self.header, self.tensors, names, room_tokens)
             groups = tuple(groups_of(self.pieces, place.tensors))
             scales = tuple(filter(is_scale, names))

@@ -28,11 +28,12 @@ from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import (
     SCALE_KINDS,
     Header,
-    PlaneKind,
     Stored,
     cache_bytes_of,
     is_scale,
     layer_of,
+    names_of,
+    planes_of,
     scale_name,
 )
 from kvx_core.snapshot.dense import Dense
@@ -300,10 +301,7 @@ class Snapshot:
     @takes(layers=int64s)
     def names_of(self, layers: Iterable[int]) -> list[str]:
         """The tensors of these layers."""
-        names = [f"layers.{layer}.{kind}" for layer in layers for kind in ("k", "v", *SCALE_KINDS)]
-        for kind in self._kinds(layers):
-            names += [kind.name, scale_name(kind.name)]
-        return [name for name in names if name in self.tensors]
+        return names_of(self.header, self.tensors, tuple(layers))
 
     @takes(num_tokens=or_none(integer))
     def memory_for(self, layers: Iterable[int], num_tokens: int | None = None) -> int:
@@ -351,7 +349,9 @@ class Snapshot:
             reasons += unlike_head_dims(section, shared, self.tensors, part.heads)
             rows = rows_of(self.tensors, shared, part.heads)
             reasons += unlike_rows(section, rows, self.tensors)
-            reasons += unlike_planes(section.view, self._kinds(shared), shared, self.tensors)
+            reasons += unlike_planes(
+                section.view, planes_of(self.header, shared), shared, self.tensors
+            )
         return [reason[:_MAX_REASON] for reason in reasons]
 
     def restore(self, section: Section, start: int, stop: int, *, stream: int | None = None) -> int:
@@ -370,7 +370,9 @@ class Snapshot:
         here = self._layers
         layers = [layer for layer in section.layers if layer in here]
         if start < stop:
-            reasons += [*filter(None, (cut(k, start, stop, end) for k in self._kinds(layers)))]
+            reasons += [
+                *filter(None, (cut(k, start, stop, end) for k in planes_of(self.header, layers)))
+            ]
         if reasons:
             raise StoreError(f"{self.name}: {'; '.join(reasons)}")
         held = self.header.heads
@@ -445,8 +447,3 @@ class Snapshot:
             for kind in part.planes
             if not kind.num_entries(len(self.tokens))
         }
-
-    def _kinds(self, layers: Iterable[int]) -> list[PlaneKind]:
-        """The planes of these layers beside K and V."""
-        wanted = set(layers)
-        return [k for part in self.header.parts for k in part.planes if k.layer in wanted]
