@@ -363,7 +363,7 @@ def test_outputs_beside_memory_of_another_library_have_to_be_given() -> None:
     with pytest.raises(UnsupportedError) as raised:
         gather_kv(cache_of(k), [[0]], [2])
     assert str(raised.value) == (
-        "the cache's memory belongs to a tuple, expected a torch.Tensor or a numpy.ndarray to "
+        "the cache's memory belongs to a OnlyDLPack, expected a torch.Tensor or a numpy.ndarray to "
         "allocate beside it. Pass out=(key, value)"
     )
 
