@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,14 @@ from kvx_core.hybrid.state_cache import StateCache, TailRowWidth
 from kvx_core.words import flag, integer
 
 Heads = NDArray[np.int32]
+
+
+class _Steps(NamedTuple):
+    """The last step of each of some slots."""
+
+    firsts: Counts  # tokens before it
+    lasts: Counts  # tokens after it
+    goes_on: NDArray[np.bool_]  # whether the next step follows it; else it is repeated
 
 
 class KVCacheManager:
@@ -268,25 +277,19 @@ class KVCacheManager:
             )
         if self._heads is None or self._tails is None:
             return
-        ends = firsts, lasts, lasts == before
+        ends = _Steps(firsts, lasts, lasts == before)
         self._has_windows = self._has_windows or bool(self._heads.any())
         if self._has_windows:
-            self._require_windows(self._heads, name, slots, before, *ends)
+            self._require_windows(self._heads, name, slots, before, ends)
         self._has_tails = self._has_tails or bool(self._tails.any())
         if self._has_tails:
-            self._require_tails(self._tails, name, slots, before, *ends)
+            self._require_tails(self._tails, name, slots, before, ends)
 
     def _require_windows(
-        self,
-        heads: Heads,
-        name: str,
-        slots: Counts,
-        before: Counts,
-        firsts: Counts,
-        lasts: Counts,
-        goes_on: NDArray[np.bool_],
+        self, heads: Heads, name: str, slots: Counts, before: Counts, steps: _Steps
     ) -> None:
         """require_follows, of windows on the host."""
+        firsts, lasts, goes_on = steps
         most = least = heads[0, slots]
         if not _are_alike(heads):
             most, least = heads.max(0)[slots], heads.min(0)[slots]
@@ -304,16 +307,10 @@ class KVCacheManager:
             )
 
     def _require_tails(
-        self,
-        tails: Heads,
-        name: str,
-        slots: Counts,
-        before: Counts,
-        firsts: Counts,
-        lasts: Counts,
-        goes_on: NDArray[np.bool_],
+        self, tails: Heads, name: str, slots: Counts, before: Counts, steps: _Steps
     ) -> None:
         """The same of tails, by the tokens that wait there."""
+        firsts, lasts, goes_on = steps
         waiting = np.where(goes_on, lasts, firsts) % self._tail_ratios
         if not self._all_tails_used:
             self._tails_used |= tails.any(1)

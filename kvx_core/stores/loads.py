@@ -45,7 +45,7 @@ class Progress:
 
 
 class _Source(NamedTuple):
-    """Files of a span, and the sections that take layers from them."""
+    """A file of a span, and the sections that take layers from it."""
 
     number: int  # of the file in the span
     kind: Kind

@@ -105,7 +105,8 @@ class NewFiles:
             folder = make_folders(place.root, path, self._folder_mode, _nothing)
             opened.callback(close, folder)
             try:
-                handle = os.open(last, NEW, 0o600, dir_fd=folder)
+                # With its mode from the start: others may read it before it has all of its bytes.
+                handle = os.open(last, NEW, self._temporaries.file_mode, dir_fd=folder)
             except FileExistsError:
                 self._is_there(place.root, name)
                 return None

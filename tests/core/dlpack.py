@@ -68,3 +68,19 @@ class OldProducer(Producer):
 
     def __dlpack__(self, stream: int | None = None) -> object:  # type: ignore[override]
         return self._capsule(versioned=False)
+
+
+class OnlyDLPack:
+    """Hides everything of a tensor but its DLPack methods.
+
+    `tensor` may be replaced, as libraries do that move their arrays at will.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()

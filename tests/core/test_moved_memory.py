@@ -35,6 +35,7 @@ from kvx_core import (
 )
 from kvx_core.lookup import find_tokens
 from kvx_core.stores import Section
+from tests.core.dlpack import OnlyDLPack
 
 ROWS = [[0, 1], [3, 2]]
 FP8 = torch.float8_e4m3fn
@@ -50,21 +51,8 @@ def view(seed: int) -> CacheView:
     return CacheView((cache(seed)[0],), CacheFacts(first_kv_head=0))
 
 
-class OfAnotherLibrary:
-    """A tensor of a library that KVX knows by DLPack alone, and that moves its arrays at will."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.tensor.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.tensor.__dlpack_device__()
-
-
 def move(tensor: Any, how: str) -> None:
-    if isinstance(tensor, OfAnotherLibrary):
+    if isinstance(tensor, OnlyDLPack):
         tensor.tensor = tensor.tensor.clone() if how == "replaced" else None
     elif how == "freed":
         tensor.untyped_storage().resize_(0)
@@ -170,7 +158,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("library", [lambda tensor: tensor, OfAnotherLibrary], ids=["torch", "dl"])
+@pytest.mark.parametrize("library", [lambda tensor: tensor, OnlyDLPack], ids=["torch", "dl"])
 @pytest.mark.parametrize("how", ["freed", "replaced"])
 @pytest.mark.parametrize(("make", "tensor"), KEPT, ids=[make.__name__ for make, _ in KEPT])
 def test_a_description_of_memory_that_has_moved_is_refused(
@@ -235,7 +223,7 @@ def calls_on(parts: Parts) -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_cache_of_another_library_that_has_moved_is_refused(which: int, how: str) -> None:
     """Writes went into memory that the library had left, and reads came from it, unnoticed."""
-    both = [OfAnotherLibrary(torch.randn(4, 4, 2, 8)) for _ in range(2)]
+    both = [OnlyDLPack(torch.randn(4, 4, 2, 8)) for _ in range(2)]
     calls = calls_on(Parts.of(*both, 1.0, list(FIRST)))
     for call in calls.values():
         call()
@@ -249,8 +237,8 @@ def test_a_cache_of_another_library_that_has_moved_is_refused(which: int, how: s
 
 
 def test_blocks_and_scales_of_another_library_that_have_moved_are_refused() -> None:
-    blocks = [OfAnotherLibrary(torch.randn(4, 2, 8)) for _ in range(2)]
-    scale, codes = OfAnotherLibrary(torch.tensor([0.5])), torch.zeros(4, 4, 2, 8).to(FP8)
+    blocks = [OnlyDLPack(torch.randn(4, 2, 8)) for _ in range(2)]
+    scale, codes = OnlyDLPack(torch.tensor([0.5])), torch.zeros(4, 4, 2, 8).to(FP8)
     parts = Parts.of(codes, codes.clone(), scale, blocks)
     key, dst = torch.randn(4, 2, 8), view(2).at([[2]])
     scales = {"k_scale": parts.scale, "v_scale": 1.0}
@@ -301,7 +289,7 @@ def test_mlx_moves_an_array_when_it_writes_it() -> None:
 
 
 def test_an_array_of_no_elements_has_no_memory_to_lose() -> None:
-    empty = OfAnotherLibrary(torch.empty(0, 2, 8))
+    empty = OnlyDLPack(torch.empty(0, 2, 8))
     found = describe(empty, "BLOCK_CUSTOM")
     empty.tensor = torch.empty(8)[:0].view(0, 2, 8)
     write_kv(cache(1)[0], found, torch.empty(0, 2, 8), [])

@@ -32,8 +32,7 @@ from kvx_core import (
     write_kv,
 )
 from tests.core import dlpack
-from tests.core.dlpack import Producer
-from tests.core.test_tensors import OnlyDLPack
+from tests.core.dlpack import OnlyDLPack, Producer
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 5, 4, 3, 10
 

@@ -26,7 +26,7 @@ from kvx_core import (
 from kvx_core.stores.kv.tokens import array_of
 from kvx_core.tensors import row_major
 from tests.core import dlpack
-from tests.core.dlpack import OldProducer, Producer
+from tests.core.dlpack import OldProducer, OnlyDLPack, Producer
 
 TORCH = {
     torch.float16: DType.F16,
@@ -52,19 +52,6 @@ NUMPY = {
     ml_dtypes.float8_e4m3fn: DType.F8_E4M3,
     ml_dtypes.float8_e5m2: DType.F8_E5M2,
 }
-
-
-class OnlyDLPack:
-    """Hides everything of a tensor but its DLPack methods."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.tensor.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.tensor.__dlpack_device__()
 
 
 @pytest.mark.parametrize(("dtype", "expected"), TORCH.items(), ids=str)
