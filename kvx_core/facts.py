@@ -314,7 +314,7 @@ def _unknown(src: CacheFacts, dst: CacheFacts) -> Iterator[str]:
             f"fingerprint is unknown at the {ends}: set CacheFacts.fingerprint of both, or give "
             "same_model=True if they serve the same model"
         )
-    engines = {None if f.engine is None else f.engine.split()[0] for f in (src, dst)}
+    engines = {next(iter((f.engine or "").split()), None) for f in (src, dst)}
     if len(engines) == 1 and engines != {None}:
         return
     for name in OF_ENGINE:

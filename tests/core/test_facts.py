@@ -189,6 +189,14 @@ def test_one_engine_rotates_the_keys_of_one_model_in_one_way(name: str) -> None:
     assert compare(here, replace(here, engine="here 2.0", fingerprint="another")).reasons
 
 
+@pytest.mark.parametrize("engine", ["", " ", "\n"])
+def test_an_engine_without_a_name_is_not_known(engine: str) -> None:
+    """A file may have one."""
+    here = replace(FACTS, engine=engine, rotary_dim=None)
+    (reason,) = compare(here, here).reasons
+    assert reason.startswith("rotary_dim is unknown at the source")
+
+
 def test_same_model_overrules_nothing_that_is_known() -> None:
     for name, other in OTHER.items():
         assert compare(FACTS, replace(THERE, **{name: other}), same_model=True).reasons
