@@ -51,6 +51,13 @@ class ReadFile(io.FileIO):
             super().close()
 
 
+class OwnFile(ReadFile):
+    """One that closes itself when it is no longer referenced. FileIO would warn."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def read_at(handle: int, views: Sequence[memoryview], offset: int) -> None:
     """Fills all views from a file, the first from this offset on.
 

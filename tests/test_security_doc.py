@@ -8,7 +8,7 @@ import pytest
 
 from kvx_core import files
 from kvx_core.connector import boundary, settings
-from kvx_core.snapshot import file, pieces, signing
+from kvx_core.snapshot import pieces, record, secrets
 from kvx_core.stores import config, index, kinds, marks, names, root, space
 from tests.documents import Document
 from tests.native import ROOT
@@ -32,8 +32,8 @@ EXCLUDED = {
 @pytest.mark.parametrize(
     ("sentence", "limit"),
     [
-        ("opened by path has a header of at most {} MiB", file.MAX_HEADER_BYTES >> 20),
-        ("at most {:,} tokens. - **Time", file.MAX_TOKENS),
+        ("A snapshot has a header of at most {} MiB", record.MAX_HEADER_BYTES >> 20),
+        ("at most {} GiB of keys and values", record.MAX_FILE_BYTES >> 30),
         ("records have at most {} MiB", space.MAX_BYTES >> 20),
         ("in pieces of at most {} MiB", pieces.MOST_BYTES >> 20),
         ("asks for at most {} kinds of files", kinds._MOST_ASKED),
@@ -46,7 +46,7 @@ EXCLUDED = {
         ("to {:,} tokens, or what the settings ask for", config.MOST_CHUNK_TOKENS),
         ("each of at most {} kinds", boundary._MAX_KINDS),
         ("at most {:,} characters of what a file says", boundary._MAX_CHARS),
-        ("at least {} random bytes", signing._MIN_BYTES),
+        ("at least {} random bytes", secrets._MIN_BYTES),
         ("{:04o} unless `group` says more", root.MODES["none"][0]),
     ],
 )

@@ -85,7 +85,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         ),
     },
     "docs/snapshots.md": {"python": (2, ("tests/test_snapshots_doc.py",))},
-    "docs/store_format.md": {"": (2, ("tests/core/store_reader.py",))},
+    "docs/store_format.md": {"": (3, ("tests/core/store_reader.py",))},
     "docs/stores.md": {"python": (10, ("tests/test_stores_doc.py",))},
     "docs/tensorrt_llm.md": {
         "": (1, (COMMANDS,)),

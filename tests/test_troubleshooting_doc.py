@@ -31,8 +31,8 @@ from kvx_core.snapshot import Precision, Section, Snapshot, read_key
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.stores.inventory import Inventory
 from kvx_core.types import DType
-from tests.core.test_checksums import change
 from tests.documents import Document
+from tests.snapshot_files import kind_in, rewritten, with_row
 
 SENTENCES = [
     re.sub(r"^\| `|` \|.*$", "", line)
@@ -163,8 +163,8 @@ def a_file(path: Path) -> None:
 
 
 def of_a_later_version(path: Path) -> None:
-    change(saved(path), lambda text, *_: text.update(checksum="later"))
-    Snapshot.open(path / "file")
+    file = saved(path)
+    Snapshot.open(rewritten(file, with_row(kind_in(file), "layers.0.k", coding="later")))
 
 
 def damaged(path: Path) -> None:

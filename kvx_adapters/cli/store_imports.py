@@ -115,16 +115,13 @@ class Import:
 
     def _opened(self, path: Path) -> Snapshot:
         """A snapshot, signed with one of the keys, or not at all if that is allowed."""
-        keys: list[bytes | None] = [key.secret for key in self._secrets.signing]
-        if not keys or self._takes_unsigned:
-            keys.append(None)
-        error = StoreError(f"{path} cannot be read")
-        for key in keys:
-            try:
-                return Snapshot.open(path, key=key)
-            except UnsignedError as wrong:
-                error = StoreError(f"{wrong}, or take what is not signed: --unsigned")
-        raise error
+        keys = [key.secret for key in self._secrets.signing]
+        try:
+            return Snapshot.open(path, key=keys or None)
+        except UnsignedError as wrong:
+            if not self._takes_unsigned:
+                raise StoreError(f"{wrong}, or take what is not signed: --unsigned") from None
+        return Snapshot.open(path)
 
     def _check(self, snapshot: Snapshot) -> None:
         """Raises StoreError if it is too long, or none of the model of space.json."""

@@ -18,8 +18,6 @@ from kvx_core.snapshot.memory import host_memory, laid_out
 from kvx_core.stores.names import key_of
 from kvx_core.types import DType
 
-_TOKENS = "tokens"
-
 
 class Run:
     """Chunks of a prompt that follow one another, in one memory.
@@ -32,22 +30,18 @@ class Run:
         """num_tokens: of all chunks that may be added. Raises StoreError without memory for them"""
         self._first, self._planes, self._most_tokens = first, _planes(first), num_tokens
         self._tokens = [first.tokens]
-        entries = {_TOKENS: Stored(DType.S64, (num_tokens,))}
-        entries |= {
-            name: replace(stored, shape=self._shape(name, stored, num_tokens))
-            for name, stored in first.tensors.items()
-            if name != _TOKENS
-        }
-        # Larger elements first, so that each tensor is aligned to its own.
-        order = sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)
-        self._tensors, num_bytes = laid_out(order)
+        self._tensors, num_bytes = laid_out(self._of(num_tokens, first.tensors).items())
         self._memory = host_memory(num_bytes)
         self._used = dict.fromkeys(self._tensors, 0)  # bytes
         self._copy(first)
 
-    def _shape(self, name: str, stored: Stored, num_tokens: int) -> tuple[int, ...]:
-        each = _tokens_per_row(name, stored, self._planes)
-        return (num_tokens // each, *stored.shape[1:]) if each else stored.shape
+    def _of(self, num_tokens: int, tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """Tensors as they are for so many tokens."""
+        found = dict(tensors)
+        for name, stored in tensors.items():
+            if each := _tokens_per_row(name, stored, self._planes):
+                found[name] = replace(stored, shape=(num_tokens // each, *stored.shape[1:]))
+        return found
 
     @property
     def num_tokens(self) -> int:
@@ -74,8 +68,6 @@ class Run:
             return False
         for name, stored in chunk.tensors.items():
             known = first.tensors.get(name)
-            if name == _TOKENS:
-                continue
             if known is None or _type(known)[:3] != _type(stored)[:3]:
                 return False
             if _tokens_per_row(name, stored, self._planes):
@@ -90,7 +82,7 @@ class Run:
     def _copy(self, chunk: Snapshot) -> None:
         for name, stored in chunk.tensors.items():
             is_new = not self._used[name] or _tokens_per_row(name, stored, self._planes)
-            if name == _TOKENS or not is_new:
+            if not is_new:
                 continue
             data = chunk.array(name).reshape(-1).view(np.uint8)
             at = self._tensors[name].offset + self._used[name]
@@ -100,14 +92,7 @@ class Run:
     def snapshot(self) -> Snapshot:
         """All chunks so far. It shares this memory."""
         tokens = np.concatenate(self._tokens)
-        at = self._tensors[_TOKENS].offset
-        self._memory[at : at + tokens.nbytes] = tokens.astype("<i8").view(np.uint8)
-        tensors = {_TOKENS: Stored(DType.S64, (len(tokens),), at)}
-        tensors |= {
-            name: replace(stored, shape=self._shape(name, stored, len(tokens)))
-            for name, stored in self._tensors.items()
-            if name != _TOKENS
-        }
+        tensors = self._of(len(tokens), self._tensors)
         return Snapshot(self._first.header, tokens, tensors, self._memory)
 
 
@@ -141,7 +126,7 @@ def chunks_of(snapshot: Snapshot, space: str, chunk_tokens: int) -> Iterator[Sna
         ids = snapshot.tokens[at : at + chunk_tokens]
         tensors = {}
         for name, stored in snapshot.tensors.items():
-            each = 1 if name == _TOKENS else _tokens_per_row(name, stored, planes)
+            each = _tokens_per_row(name, stored, planes)
             if not each:
                 tensors[name] = stored
             elif rows := min(len(ids) // each, stored.shape[0] - at // each):

@@ -1,10 +1,8 @@
 """Tokens of a sequence at rest: any cache <-> memory <-> a safetensors file.
 
 section    what an engine holds of a sequence   snapshot  capture, restore, read, save
-capture    copies between caches and snapshots  file      reads untrusted files, writes files
-contents   what a snapshot contains             header    the header of a file
-precision  of stored values                     seal      proof that header and tokens are unchanged
-signing    keys                                 text      parses untrusted JSON
+capture    copies between caches and snapshots  contents  what a snapshot contains
+precision  of stored values                     text      parses untrusted JSON
 memory     where tensors lie                    scales    scales without blocks
 planes     planes of a section                   dense     tensors in memory, as caches
 storage_format  what K and V are converted to    rows     units that span heads
@@ -13,8 +11,10 @@ nulls      tokens that are stored nowhere        side_by_side  restores several 
 restore    the copy of a snapshot into a cache
 copiers    copies that are described once       room      memory that snapshots are read into
 
-Files of stores, which hold snapshots too:
-chunk_file  writes and reads one                kind      how the files of one writer are laid out
+Files, of stores and of snapshots:
+chunk_file  writes and reads one                kind      how files are laid out
+kind_text  the text of a kind, which is not trusted
+snapshot_file  those that have their kind with them
 file_layout  where everything is in a file      record    what a file has of its own
 pieces     in which files are checked           sealing   their checks, and their encryption
 secrets    keys of a process
@@ -24,20 +24,18 @@ from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
-from kvx_core.snapshot.file import MAX_HEADER_BYTES
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
 from kvx_core.snapshot.precision import VALUES, Accept, Precision, Precisions
+from kvx_core.snapshot.record import MAX_HEADER_BYTES
 from kvx_core.snapshot.room import Room
-from kvx_core.snapshot.seal import FORMAT
+from kvx_core.snapshot.secrets import Key, read_key
 from kvx_core.snapshot.section import Section
 from kvx_core.snapshot.side_by_side import can_join, restore_all
-from kvx_core.snapshot.signing import Key, read_key
 from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.storage_format import StorageFormat
 
 __all__ = [
-    "FORMAT",
     "MAX_HEADER_BYTES",
     "VALUES",
     "Accept",

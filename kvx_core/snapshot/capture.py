@@ -171,7 +171,6 @@ def to_capture_all(
     """The tensors that a snapshot of sections needs, by name."""
     for section in sections:
         yield from to_capture(section, num_tokens, format)
-    yield "tokens", Stored(DType.S64, (num_tokens,))
 
 
 def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:

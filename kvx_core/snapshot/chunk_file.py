@@ -21,17 +21,11 @@ from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Part
 from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError
 from kvx_core.snapshot.file_layout import FileLayout
-from kvx_core.snapshot.kind import MAX_TOKENS, Kind
+from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.kind_text import MAX_TOKENS
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.pieces import MOST_BYTES, Group, Range
-from kvx_core.snapshot.record import (
-    BEGIN_BYTES,
-    CLEAR_BYTES,
-    FIRST_TEXT,
-    Record,
-    RecordText,
-    num_tokens_of,
-)
+from kvx_core.snapshot.record import BEGIN_BYTES, CLEAR_BYTES, Record, RecordText, form_of
 from kvx_core.snapshot.room import Room
 from kvx_core.snapshot.scales import are_good
 from kvx_core.snapshot.sealing import Sealing
@@ -43,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvx_core.snapshot.secrets import Secrets
 
-_MAX_POSITION = 1 << 62
+MAX_POSITION = 1 << 62
 _of_thread = threading.local()
 _PLAIN = Sealing(b"", None, None)
 
@@ -61,10 +55,24 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
         )
     if not kind.has_parts(snapshot.header):
         raise InvalidArgumentError(f"the snapshot has other layers, heads or facts than {kind}")
+    parts = file_parts(snapshot, kind, secrets, bytes.fromhex(snapshot.header.prefix))
+    try:
+        write_all(file, parts)
+    except (OSError, ValueError, MemoryError) as error:
+        raise StoreError(f"the snapshot cannot be written: {error}") from None
+    return sum(map(len, parts))
+
+
+def file_parts(snapshot: Snapshot, kind: Kind, secrets: Secrets, parent: bytes) -> list[memoryview]:
+    """The bytes of a file with a snapshot, one part after another.
+
+    parent: of its record
+    Raises InvalidArgumentError if the snapshot has other tensors than files of this kind, or has
+    its data in a file, StoreError if there is not enough memory.
+    """
     memory, header = snapshot.memory, snapshot.header
     if memory is None:
-        raise InvalidArgumentError("snapshot has its data in a file, expected it in memory")
-    parent = bytes.fromhex(header.prefix)
+        raise InvalidArgumentError(f"{snapshot.name} has its data in a file, expected it in memory")
     layout = kind.layout(len(snapshot.tokens))
     source = layout.source(snapshot.tensors)
     sealing, text = Sealing.new(layout.head.record, secrets), layout.head.record
@@ -87,16 +95,14 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
             checks=tuple(check for _, check in pieces),
         )
         raw = sealing.sealed_record(text.packed(sealing.clear, record))
-        num_bytes = sum(sizes)
-        first = layout.head.text(raw, num_bytes)
-        if layout.is_direct:
-            data = [memory.data[run.begin : run.end] for run in source.runs]
-        else:
-            data = [memoryview(view) for views, _ in pieces for view in views]
-        write_all(file, [memoryview(first), *data])
-    except (OSError, ValueError, MemoryError) as error:
+        first = layout.head.text(raw, sum(sizes))
+    except MemoryError as error:
         raise StoreError(f"the snapshot cannot be written: {error}") from None
-    return len(first) + num_bytes
+    if layout.is_direct:
+        data = [memory.data[run.begin : run.end] for run in source.runs]
+    else:
+        data = [memoryview(view) for views, _ in pieces for view in views]
+    return [memoryview(first), *data]
 
 
 def _encoded(coding: str, views: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -126,8 +132,9 @@ class ChunkFile:
 
     @property
     def parent(self) -> str:
-        """The key of all tokens before."""
-        return self._record.parent.hex()
+        """The key of all tokens before; in the file of a snapshot, its prefix."""
+        prefix = self.kind.prefix
+        return self._record.parent.hex() if prefix is None else prefix
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -173,7 +180,8 @@ class ChunkFile:
                 self._read_group(groups[0], memory, key, is_open=False)
                 groups = groups[1:]
             if groups:
-                slow = 0 if self._sealing is _PLAIN and layout.is_direct else layout.num_bytes
+                is_quick = self._sealing is _PLAIN and layout.is_direct and not layout.is_alone
+                slow = 0 if is_quick else place.num_bytes
                 in_threads(lambda group: self._read_group(group, memory), groups, slow)
             snapshot = Snapshot(
                 Header(self.start, self.parent, parts),
@@ -197,7 +205,7 @@ class ChunkFile:
         """Reads the head."""
         head = bytearray(self.layout.head.num_bytes)
         self._read_at([memoryview(head)], 0)
-        self._check_head(head, key)
+        self.check_head(head, key)
 
     def _read_at(self, views: Sequence[memoryview], offset: int) -> None:
         try:
@@ -207,7 +215,7 @@ class ChunkFile:
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
 
-    def _check_head(self, head: bytearray, key: str | None) -> None:
+    def check_head(self, head: bytearray, key: str | None) -> None:
         """Takes the record from the head; checks both. Raises CorruptError, StoreError."""
         layout, kind, name = self.layout, self.kind, self.name
         num_bytes = self.num_bytes - len(head)
@@ -215,21 +223,21 @@ class ChunkFile:
         if sealed is None:
             raise CorruptError(f"{name} does not begin as files of kind {kind.id} do")
         text = layout.head.record
-        sealing = _sealing(sealed, text, kind, self.secrets, name)
-        raw = sealing.opened_record(sealed)
-        if raw is None:
-            raise CorruptError(f"{name}: its record has changed since it was written")
+        raw, sealing = opened_record(sealed, text, self.secrets, name)
         record = text.unpacked(raw)
         sizes = record.sizes
         if record.kind != kind.digest:
             raise CorruptError(f"{name} is of kind {record.kind[:16].hex()}, expected {kind.id}")
-        if record.start > _MAX_POSITION or (
+        if kind.prefix is not None and any(record.parent):
+            raise CorruptError(f"{name} has a parent, expected none: it is no entry of a store")
+        if record.start > MAX_POSITION or (
             layout.entry_tokens and any(record.start % n for n in layout.entry_tokens)
         ):
             raise CorruptError(f"{name} begins at token {record.start}")
         if layout.is_coded:
             good = all(
-                0 < size <= piece.num_bytes and (piece.coding or size == piece.num_bytes)
+                size == piece.num_bytes
+                or (piece.coding and size < piece.num_bytes <= size * CODINGS[piece.coding].most)
                 for size, piece in zip(sizes, layout.pieces, strict=True)
             )
         else:
@@ -260,7 +268,7 @@ class ChunkFile:
         else:
             head = bytearray(layout.head.num_bytes)
             self._read_at([memoryview(head), *data], 0)
-            self._check_head(head, key)
+            self.check_head(head, key)
         at = 0
         for index, ranges in enumerate(group.ranges, group.first):
             targets, check = _views(ranges, view, unwanted), self._record.checks[index]
@@ -370,67 +378,82 @@ def _sized(
     file: BinaryIO, kind: Kind, secrets: Secrets, name: str, num_tokens: int | None
 ) -> ChunkFile:
     """A file that is as long as it should be."""
+    size = regular_size(file, name)
+    if num_tokens is None:
+        num_tokens = said_tokens(file, name)
+        if size < kind.least_bytes(num_tokens):
+            raise CorruptError(f"{name} has {size} bytes, and {num_tokens} tokens")
+    return laid_out_as(file, kind, kind.layout(num_tokens), secrets, name, size)
+
+
+def laid_out_as(
+    file: BinaryIO, kind: Kind, layout: FileLayout, secrets: Secrets, name: str, size: int
+) -> ChunkFile:
+    """A file of that many bytes. Raises CorruptError if they are not as many as there should be."""
+    if not layout.least_bytes <= size <= layout.most_bytes:
+        raise CorruptError(
+            f"{name} has {size} bytes, expected {layout.least_bytes} to {layout.most_bytes} for "
+            f"{layout.num_tokens} tokens of kind {kind.id}"
+        )
+    return ChunkFile(file, kind, secrets, name, layout, size)
+
+
+def regular_size(file: BinaryIO, name: str) -> int:
+    """The bytes of a regular file. Raises StoreError."""
     try:
         status = os.fstat(file.fileno())
     except (OSError, ValueError) as error:
         raise StoreError(f"{name} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise StoreError(f"{name} is no regular file, expected one")
-    if num_tokens is None:
-        num_tokens = said_tokens(file, name)
-        if status.st_size < kind.least_bytes(num_tokens):
-            raise CorruptError(f"{name} has {status.st_size} bytes, and {num_tokens} tokens")
-    layout = kind.layout(num_tokens)
-    if not layout.least_bytes <= status.st_size <= layout.most_bytes:
-        raise CorruptError(
-            f"{name} has {status.st_size} bytes, expected {layout.least_bytes} to "
-            f"{layout.most_bytes} for {num_tokens} tokens of kind {kind.id}"
-        )
-    return ChunkFile(file, kind, secrets, name, layout, status.st_size)
+    return status.st_size
 
 
 def said_tokens(file: BinaryIO, name: str) -> int:
     """How many tokens a file says that it has. Nothing else is checked. Raises CorruptError."""
     try:
-        first = os.pread(file.fileno(), 8 + len(FIRST_TEXT) + 2 * BEGIN_BYTES, 0)
+        form = form_of(os.pread(file.fileno(), BEGIN_BYTES, 0))
     except (OSError, ValueError) as error:
         raise StoreError(f"{name} cannot be read: {error}") from None
-    found = None
-    if first[8 : 8 + len(FIRST_TEXT)] == FIRST_TEXT:
-        digits = first[8 + len(FIRST_TEXT) :]
-        try:
-            found = num_tokens_of(bytes.fromhex(digits.decode("ascii")))
-        except ValueError:
-            found = None
-    if found is None or not 0 < found <= MAX_TOKENS:
+    if form is None or form.num_tokens > MAX_TOKENS:
         raise CorruptError(f"{name} does not begin as files of stores do")
-    return found
+    return form.num_tokens
 
 
-def _sealing(sealed: bytes, text: RecordText, kind: Kind, secrets: Secrets, name: str) -> Sealing:
-    """The keys of a file. Raises CorruptError, UnsignedError, StoreError."""
-    ids = text.keys(sealed)
+def opened_record(
+    sealed: bytes, text: RecordText, secrets: Secrets, name: str
+) -> tuple[bytes, Sealing]:
+    """All bytes of a record before its check, which is right, and the keys of the file.
+
+    sealed: the record as it is in the file
+    Raises CorruptError, UnsignedError, OtherKeyError, StoreError.
+    """
+    ids, form = text.keys(sealed), text.form
     if ids is None:
-        raise CorruptError(f"{name} does not begin as files of kind {kind.id} do")
-    if kind.keyed != secrets.is_keyed:
+        raise CorruptError(f"{name} does not begin as files of its kind do")
+    if form.signed != secrets.is_keyed:
         raise UnsignedError(
-            f"{name} is {'' if kind.keyed else 'not '}signed, and this process has "
+            f"{name} is {'' if form.signed else 'not '}signed, and this process has "
             f"{'keys' if secrets.is_keyed else 'no key'}. Give it those of the writer"
         )
-    if kind.encrypted != secrets.is_encrypted:
+    if form.encrypted != secrets.is_encrypted:
         raise StoreError(
-            f"{name} is {'' if kind.encrypted else 'not '}encrypted, and this process has "
+            f"{name} is {'' if form.encrypted else 'not '}encrypted, and this process has "
             f"{'keys' if secrets.is_encrypted else 'no key'}. Give it those of the writer"
         )
-    if not (kind.keyed or kind.encrypted):
-        return _PLAIN
-    signer, encrypter = secrets.signer_of(ids[0]), secrets.encrypter_of(ids[1])
-    if kind.keyed and signer is None:
-        raise OtherKeyError(
-            f"{name} is signed with the key {ids[0]:016x}, which this process does not have"
-        )
-    if kind.encrypted and encrypter is None:
-        raise OtherKeyError(
-            f"{name} is encrypted with the key {ids[1]:016x}, which this process does not have"
-        )
-    return Sealing(sealed[:CLEAR_BYTES], signer, encrypter)
+    sealing = _PLAIN
+    if form.signed or form.encrypted:
+        signer, encrypter = secrets.signer_of(ids[0]), secrets.encrypter_of(ids[1])
+        if form.signed and signer is None:
+            raise OtherKeyError(
+                f"{name} is signed with the key {ids[0]:016x}, which this process does not have"
+            )
+        if form.encrypted and encrypter is None:
+            raise OtherKeyError(
+                f"{name} is encrypted with the key {ids[1]:016x}, which this process does not have"
+            )
+        sealing = Sealing(sealed[:CLEAR_BYTES], signer, encrypter)
+    raw = sealing.opened_record(sealed)
+    if raw is None:
+        raise CorruptError(f"{name}: its record has changed since it was written")
+    return raw, sealing

@@ -109,16 +109,10 @@ class Stored:
     offset: int = 0
     original: DType | None = None  # of the cache, if the numbers were converted when captured
     coding: str = ""  # of its bytes in a file: see coding.py
-    coded_bytes: int = 0  # their number, in a file
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes in a file."""
-        return self.coded_bytes if self.coding else self.num_bytes
 
     @property
     def type(self) -> tuple[DType, tuple[int, ...]]:
@@ -150,7 +144,7 @@ def shape_of_kv(
 
 
 def layer_of(name: str) -> int:
-    """The layer of a tensor that is not the tokens."""
+    """The layer of a tensor."""
     return int(name.split(".")[1])
 
 
@@ -165,12 +159,11 @@ def head_dim_of(stored: Stored, num_heads: int) -> int:
     return numbers // num_heads if is_row(stored, num_heads) else numbers
 
 
-def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
-    """Why a header's content cannot be right, or None."""
-    layers = [layer for part in header.parts for layer in part.layers]
-    tokens = tensors.get("tokens", NOTHING)
-    if tokens.dtype is not DType.S64 or len(tokens.shape) != 1 or not tokens.shape[0]:
-        return f"tokens is {tokens.dtype.name} {tokens.shape}, expected I64 of 1 axis"
+def inconsistency(
+    parts: Sequence[Part], tensors: Mapping[str, Stored], num_tokens: int
+) -> str | None:
+    """Why these cannot be the parts and the tensors of so many tokens, or None."""
+    layers = [layer for part in parts for layer in part.layers]
     if (
         not layers
         or len(set(layers)) != len(layers)
@@ -178,20 +171,20 @@ def inconsistency(header: Header, tensors: Mapping[str, Stored]) -> str | None:
         or max(layers) >= _MAX_INDEX
     ):
         return f"its layers are {layers}, expected indices of layers of the model, each once"
-    heads = [part.heads for part in header.parts]
-    if header.start < 0 or not all(0 <= lo < hi <= _MAX_INDEX for lo, hi in heads):
-        return f"start is {header.start}, heads are {heads}, expected ranges of each"
-    for part in header.parts:
+    heads = [part.heads for part in parts]
+    if not all(0 <= lo < hi <= _MAX_INDEX for lo, hi in heads):
+        return f"heads are {heads}, expected a range of each"
+    for part in parts:
         try:
             Precision.parse(part.precision)
             if part.facts.lossy is not None:
                 Precision.parse(part.facts.lossy)
         except ValueError as error:
             return str(error)
-    known = {"tokens"}
-    for part in header.parts:
-        counts = tokens.shape[0], part.heads[1] - part.heads[0]  # of tokens and heads
-        reason = next(_wrong_planes(part, header.start, counts, tensors), None)
+    known: set[str] = set()
+    for part in parts:
+        counts = num_tokens, part.heads[1] - part.heads[0]  # of tokens and heads
+        reason = next(_wrong_planes(part, counts, tensors), None)
         if reason:
             return reason
         known |= {name for kind in part.planes for name in _names(kind, counts[0])}
@@ -249,7 +242,7 @@ def _names(kind: PlaneKind, num_tokens: int) -> tuple[str, ...]:
 
 
 def _wrong_planes(
-    part: Part, start: int, counts: tuple[int, int], tensors: Mapping[str, Stored]
+    part: Part, counts: tuple[int, int], tensors: Mapping[str, Stored]
 ) -> Iterator[str]:
     """What is wrong with the planes of a part."""
     layers = set(part.layers)
@@ -261,12 +254,8 @@ def _wrong_planes(
             kind.layer not in layers
             or not Role.V < kind.role <= _MAX_ROLE
             or not 0 <= n <= _MAX_ROLE
-            or (n and start % n)
         ):
-            yield (
-                f"its plane {kind} from token {start} on is none of its layers {part.layers[:9]}, "
-                "or its entries do not begin there"
-            )
+            yield f"its plane {kind} is none of its layers {part.layers[:9]}"
         elif entries := kind.num_entries(counts[0]):
             stored = tensors.get(kind.name, NOTHING)
             heads = stored.shape[1:2] if kind.replicated else counts[1:]

@@ -12,12 +12,10 @@ from typing import NamedTuple, Self
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.contents import Header, Stored, is_scale, names_of
-from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.pieces import Group, Piece, Range, cut, groups_of, runs_of
 from kvx_core.snapshot.record import Form, Head
 from kvx_core.snapshot.room import Placed, placed
 
-_MAX_FILE_BYTES = 1 << 33
 _MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers
 
 
@@ -48,6 +46,7 @@ class FileLayout:
     num_bytes: int  # of the data; at most, if it is coded
     is_coded: bool
     is_direct: bool  # bytes are in the file as they are in memory
+    is_alone: bool  # the file has its kind with it
     sizes: tuple[int, ...]  # of the pieces in memory
     entry_tokens: frozenset[int]  # files begin at multiples of them
     least_bytes: int  # of a file
@@ -64,25 +63,20 @@ class FileLayout:
         *,
         signed: bool,
         encrypted: bool,
+        kind: bytes = b"",
     ) -> Self:
         """tensors: in the order of the file
-
-        Raises StoreError if there are too many bytes.
+        kind:    its text, if files have it with them
         """
         num_bytes, placed_tensors = 0, dict[str, Stored]()
         for name, stored in tensors.items():
             placed_tensors[name] = replace(stored, offset=num_bytes)
             num_bytes += stored.num_bytes
-        if num_bytes > _MAX_FILE_BYTES:
-            raise StoreError(
-                f"a file of {num_tokens} tokens has {num_bytes} bytes, expected at most "
-                f"{_MAX_FILE_BYTES}. Set a smaller chunk_tokens"
-            )
         pieces = tuple(cut(placed_tensors))
         is_coded = any(piece.coding for piece in pieces)
         is_direct = not (is_coded or encrypted)
         form = Form(num_tokens, len(pieces), signed, encrypted)
-        head = Head(placed_tensors, form, is_whole=not is_direct)
+        head = Head(placed_tensors, form, is_whole=not is_direct, kind=kind)
         per = {kind.tokens_per_entry for part in header.parts for kind in part.planes}
         return cls(
             header,
@@ -93,6 +87,7 @@ class FileLayout:
             num_bytes,
             is_coded,
             is_direct,
+            bool(kind),
             tuple(piece.num_bytes for piece in pieces),
             frozenset(per - {0, 1}),
             head.num_bytes + (len(pieces) if is_coded else num_bytes),
@@ -125,7 +120,7 @@ class FileLayout:
         known = self._sources.get(id(tensors))
         if known is not None and known[0] is tensors:
             return known[1]
-        wrong = [name for name in tensors if name != "tokens" and name not in self.tensors]
+        wrong = [name for name in tensors if name not in self.tensors]
         for name, stored in self.tensors.items():
             there = tensors.get(name)
             if there is None or _type_of(there) != _type_of(stored):

@@ -1,4 +1,4 @@
-"""Record: what a file of a store has of its own, in a safetensors header that is else constant.
+"""Record: what a file has of its own, in a safetensors header that its kind decides else.
 
 Format: docs/store_format.md, "Entries".
 """
@@ -11,6 +11,7 @@ from binascii import unhexlify
 from collections.abc import Mapping
 from itertools import chain
 from struct import Struct
+from struct import error as StructError
 from typing import NamedTuple
 
 import numpy as np
@@ -130,38 +131,56 @@ class RecordText:
         return Record(parent, kind, start, ids, tuple(rows[::2]), tuple(rows[1::2]))
 
 
-def num_tokens_of(begin: bytes) -> int | None:
-    """Tokens of a record, from its first BEGIN_BYTES; None: it is none."""
-    if len(begin) != BEGIN_BYTES:
-        return None
-    magic, _, num_tokens, _ = _BEGIN.unpack(begin)
-    return num_tokens if magic == MAGIC else None
-
-
-BEGIN_BYTES = _BEGIN.size
 # What is in front of the record's first digit, behind the length of the header.
 FIRST_TEXT = b'{"__metadata__":{"kvx":"'
+RECORD_AT = 8 + len(FIRST_TEXT)
+BEGIN_BYTES = RECORD_AT + 2 * _BEGIN.size  # of a file, that tell the form of its record
+MAX_HEADER_BYTES = 32 << 20  # of a snapshot: tokens mostly, about two million
+MAX_FILE_BYTES = 1 << 38  # of its data in memory
+# What is between the record's last digit and the kind, where a file has its kind with it.
+KIND_TEXT = b'","kvx_kind":'
+
+
+def form_of(head: bytes) -> Form | None:
+    """The form of a file's record, from its first BEGIN_BYTES; None: it is no file of KVX."""
+    if head[8:RECORD_AT] != FIRST_TEXT:
+        return None
+    try:
+        magic, flags, num_tokens, num_pieces = _BEGIN.unpack(unhexlify(head[RECORD_AT:BEGIN_BYTES]))
+    except (ValueError, StructError):
+        return None
+    if magic != MAGIC or not num_tokens or flags & ~(SIGNED | ENCRYPTED):
+        return None
+    return Form(num_tokens, num_pieces, bool(flags & SIGNED), bool(flags & ENCRYPTED))
 
 
 class Head:
     """The bytes of files before their data: constant, but for the record."""
 
-    def __init__(self, tensors: Mapping[str, Stored], form: Form, *, is_whole: bool) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Stored], form: Form, *, is_whole: bool, kind: bytes = b""
+    ) -> None:
         """tensors:  in the order of the file
         is_whole: they are one tensor of bytes there, whose number differs between files
+        kind:     its text, if the file has it with it
         """
         self.form = form
         self.record = RecordText(form)
         self._num_digits = 2 * form.num_bytes
         self._is_whole = is_whole
-        rest = b'"}' + (_of_pieces() if is_whole else _of_tensors(tensors)) + b"}"
-        num_bytes = len(FIRST_TEXT) + self._num_digits + len(rest)
+        beside = b'"'
+        if kind:
+            beside = KIND_TEXT + json.dumps(kind.decode("ascii")).encode("ascii")
+        beside += b"}"
+        entries = (_of_pieces() if is_whole else _of_tensors(tensors)) + b"}"
+        num_bytes = len(FIRST_TEXT) + self._num_digits + len(beside) + len(entries)
         if is_whole:
             num_bytes += 2 * (_NUMBER - len(_HOLE))
         padding = -(8 + num_bytes) % PAGE
         self.num_bytes = 8 + num_bytes + padding
         self._before = (num_bytes + padding).to_bytes(8, "little") + FIRST_TEXT
-        self._after = rest + b" " * padding
+        self._beside, self._entries = beside, entries + b" " * padding
+        self._after = beside + self._entries
 
     def text(self, record: bytes, num_data_bytes: int) -> bytes:
         """All of it.
@@ -175,9 +194,9 @@ class Head:
         if not self._is_whole:
             return self._after
         number = b"%*d" % (_NUMBER, num_data_bytes)
-        return self._after.replace(_HOLE, number)
+        return self._beside + self._entries.replace(_HOLE, number)
 
-    def record_of(self, head: bytearray, num_data_bytes: int) -> bytes | None:
+    def record_of(self, head: bytes | bytearray, num_data_bytes: int) -> bytes | None:
         """The record, encrypted or not, in the first bytes of a file; None: they are no head of
         this kind.
         """
@@ -198,18 +217,18 @@ class Head:
 
 def _of_tensors(tensors: Mapping[str, Stored]) -> bytes:
     """What the JSON says of them, with a comma before each."""
-    words = []
+    entries = {}
     for name, stored in tensors.items():
         *shape, last = stored.shape
         if stored.dtype not in _CODES:
             last *= stored.dtype.itemsize
-        entry = {
+        entries[name] = {
             "dtype": _CODES.get(stored.dtype, "U8"),
             "shape": [*shape, last],
             "data_offsets": [stored.offset, stored.offset + stored.num_bytes],
         }
-        words.append(f",{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}")
-    return "".join(words).encode()
+    text = json.dumps(entries, separators=(",", ":"))[1:-1]
+    return f",{text}".encode() if entries else b""
 
 
 def _of_pieces() -> bytes:

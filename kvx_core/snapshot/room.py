@@ -67,10 +67,7 @@ def _place(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens:
             if len(_blocks) >= _MAX_PLACED:
                 _blocks.clear()
             block = _blocks[key] = found
-        held = {
-            name: replace(stored, offset=found[name].offset, coded_bytes=0)
-            for name, stored in held.items()
-        }
+        held = {name: replace(stored, offset=found[name].offset) for name, stored in held.items()}
     else:
         held, num_bytes = laid_out(held.items())
     step = lcm(PAGE, *{stored.dtype.itemsize for stored in held.values()})
@@ -83,7 +80,7 @@ def _is_plain(header: Header, tensors: Tensors, num_tokens: int) -> bool:
         return False
     heads = header.heads
     for name, stored in tensors.items():
-        first, last = heads[layer_of(name)] if name != "tokens" else (0, 1)
+        first, last = heads[layer_of(name)]
         if is_scale(name) or is_row(stored, last - first) or not 0 < stored.shape[0] <= num_tokens:
             return False
     return True

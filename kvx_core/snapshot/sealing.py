@@ -18,8 +18,7 @@ from kvx_core.snapshot.secrets import TAG_BYTES, nonce_of
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-    from kvx_core.snapshot.secrets import Encryption, Secrets
-    from kvx_core.snapshot.signing import Key
+    from kvx_core.snapshot.secrets import Encryption, Key, Secrets
 
 
 class Sealing:

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
+from kvx_core.files import OwnFile
 from kvx_core.ops import device_status
 from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
 from kvx_core.snapshot.chunks import Chunks
@@ -30,15 +31,13 @@ from kvx_core.snapshot.contents import (
     Header,
     Stored,
     cache_bytes_of,
-    is_scale,
     layer_of,
     names_of,
     planes_of,
     scale_name,
 )
 from kvx_core.snapshot.dense import Dense
-from kvx_core.snapshot.errors import CorruptError, StoreError
-from kvx_core.snapshot.file import MAX_HEADER_BYTES, SnapshotFile, file_of, write
+from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.planes import (
     by_entry,
@@ -51,22 +50,25 @@ from kvx_core.snapshot.planes import (
 )
 from kvx_core.snapshot.pool import Lease, Leased, MemoryPool, copy_into
 from kvx_core.snapshot.precision import Precisions, all_or_each
+from kvx_core.snapshot.record import MAX_HEADER_BYTES
 from kvx_core.snapshot.restore import check_places, restore_layers
 from kvx_core.snapshot.room import Placed, Room, placed
 from kvx_core.snapshot.rows import capture_rows, rows_of, unlike_rows
 from kvx_core.snapshot.scales import (
-    are_good,
     bare,
     has_vector_scales,
     scale_values,
     scales_as_cache,
     scales_of,
 )
+from kvx_core.snapshot.secrets import Secrets
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
-from kvx_core.snapshot.signing import Key
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
 from kvx_core.words import each_is_a, int64s, integer, is_a, or_none, takes, text
+
+if TYPE_CHECKING:
+    from kvx_core.snapshot.chunk_file import ChunkFile
 
 _PRECISION = or_none(all_or_each)
 _MAX_REASON = 500  # characters: strings in a file may be long
@@ -82,9 +84,9 @@ class Snapshot:
 
     header: Header
     tokens: npt.NDArray[np.int64]
-    tensors: dict[str, Stored] = field(repr=False)  # "tokens" is among them
+    tensors: dict[str, Stored] = field(repr=False)
     memory: Bytes | None = field(default=None, repr=False, compare=False)
-    file: SnapshotFile | None = field(default=None, repr=False, compare=False)  # if data is in it
+    file: ChunkFile | None = field(default=None, repr=False, compare=False)  # if data is in it
     lease: Lease | None = field(default=None, repr=False, compare=False)  # of memory of a pool
     room: Room | None = field(default=None, repr=False, compare=False)  # that the memory is of
     at: int = field(default=0, repr=False, compare=False)  # bytes, from the start of the room
@@ -167,8 +169,6 @@ class Snapshot:
             return None
         parts, tensors, memory, lease = reserved
         header = Header(start, prefix, parts)
-        first, num_bytes = tensors["tokens"].offset, 8 * len(tokens)
-        memory[first : first + num_bytes].view("<i8")[:] = tokens
         return cls(header, tokens, tensors, memory, lease=lease, kind=chunks.kind)
 
     @staticmethod
@@ -245,28 +245,25 @@ class Snapshot:
         source: Path | BinaryIO,
         *,
         name: str = "",
-        key: bytes | None = None,
+        key: bytes | Sequence[bytes] | None = None,
         max_header_bytes: int = MAX_HEADER_BYTES,
         num_tokens: int | None = None,
     ) -> Self:
-        """Opens the snapshot in a file; reads only its header and tokens.
+        """Opens the snapshot in a file; reads only its header, which has the tokens.
 
         source: a path of a regular file; or a file open for reading, unbuffered, which the caller
                 keeps open as long as data is read
         name:   of an open file, for messages
-        key:    the file must be signed with it; None: the file must not be signed
+        key:    the file must be signed with it, or with one of these; None: it must not be signed
         num_tokens: that it must have: it may say any number; None: any
         Raises CorruptError if `save` did not write these bytes, UnsignedError if the file is not
         signed with the key, StoreError if it cannot be read.
         """
-        file = file_of(source, name, key)
-        try:
-            found = file.sealed(max_header_bytes, num_tokens)
-            header, tensors = file.header(found)
-            return cls(header, found.tokens, tensors, file=file, name=file.name)
-        except BaseException:
-            file.close()
-            raise
+        from kvx_core.snapshot.snapshot_file import open_snapshot  # which makes snapshots
+
+        file = open_snapshot(source, name, Secrets.of(key), max_header_bytes, num_tokens)
+        header = Header(file.start, file.parent, file.kind.parts)
+        return cls(header, file.tokens, file.layout.tensors, file=file, name=file.name)
 
     def save(self, target: Path | BinaryIO, *, key: bytes | None = None) -> None:
         """Writes the snapshot; the file is not synced. Raises StoreError if it cannot be written.
@@ -274,13 +271,14 @@ class Snapshot:
         target: a path, overwritten if it exists; or a new file that is open for writing
         key:    signs the file; None: it is not signed
         """
-        signer = None if key is None else Key(key)
-        write(target, self.header, self.tensors, self._dense.bytes_of, signer)
+        from kvx_core.snapshot.snapshot_file import write_snapshot
+
+        write_snapshot(target, self, Secrets.of(key))
 
     def close(self) -> None:
         """Closes the file if it was opened by path. Data that has been read stays."""
-        if self.file is not None:
-            self.file.close()
+        if self.file is not None and isinstance(self.file.file, OwnFile):
+            self.file.file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,8 +307,11 @@ class Snapshot:
 
         num_tokens: of the room that they go to; None: new memory
         """
-        return self._placed(self.names_of(layers), num_tokens).num_bytes
+        longest = len(self.tokens) if num_tokens is None else num_tokens
+        names = tuple(self.names_of(layers))
+        return placed(self.header, self.tensors, names, longest).num_bytes
 
+    @takes(layers=int64s)
     def read(self, layers: Iterable[int], room: Room | None = None) -> Snapshot:
         """The same snapshot with the data of some layers in memory, every byte checked.
 
@@ -318,7 +319,9 @@ class Snapshot:
               room.num_tokens); None: new memory
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
-        return self._read(self.names_of(layers), room)
+        if self.file is None:
+            raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
+        return self.file.read(tuple(layers), room)
 
     @takes(section=is_a(Section))
     def mismatch(self, section: Section) -> list[str]:
@@ -404,7 +407,7 @@ class Snapshot:
         capturing that again: `verify` compares numbers, which a lossy format has changed.
         """
         found = hashlib.sha256(self.tokens.tobytes())
-        for name in sorted(self.tensors.keys() - {"tokens"}):
+        for name in sorted(self.tensors):
             stored = self.tensors[name]
             found.update(f"{name} {stored.dtype.name} {stored.shape}\n".encode())
             found.update(self._dense.bytes_of(name).data)
@@ -417,31 +420,10 @@ class Snapshot:
             raise InvalidArgumentError(wrong)
         return Dense(self.tensors, self.memory, None if self.room is None else self.room.views)
 
-    def _placed(self, names: Sequence[str], num_tokens: int | None) -> Placed:
-        longest = len(self.tokens) if num_tokens is None else num_tokens
-        return placed(self.header, self.tensors, tuple(names), longest)
-
-    def _read(self, names: Sequence[str], room: Room | None) -> Snapshot:
-        if self.file is None:
-            raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
-        room = Room(len(self.tokens)) if room is None else room
-        place = self._placed(names, room.num_tokens)
-        at, memory = room.take(place.num_bytes)
-        snapshot = replace(
-            self, tensors=place.tensors, file=None, memory=memory, room=room, at=at, place=place
-        )
-        self.file.read(self.tensors, {name: snapshot._dense.bytes_of(name) for name in names})
-        for name in names:
-            if is_scale(name) and not are_good(snapshot.array(name)):
-                may_be_0 = place.tensors[name].dtype is DType.F8_E4M3
-                least = "0 or greater" if may_be_0 else "greater than zero"
-                raise CorruptError(f"{self.name}: {name} is not finite and {least}")
-        return snapshot
-
     @property
     def _layers(self) -> set[int]:
         """The layers that `tensors` has something of."""
-        return {layer_of(name) for name in self.tensors if name != "tokens"} | {
+        return {layer_of(name) for name in self.tensors} | {
             kind.layer
             for part in self.header.parts
             for kind in part.planes

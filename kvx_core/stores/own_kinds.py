@@ -37,7 +37,6 @@ class OwnKinds:
         if found is None:
             check_sections(sections, self._format, carried)
             tensors = dict(to_capture_all(sections, chunk_tokens, self._format))
-            del tensors["tokens"]
             parts = tuple(parts_of(sections, self._format, carried))
             kind = Kind.of(
                 parts,

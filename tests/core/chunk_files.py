@@ -151,7 +151,7 @@ def snapshot_of(make: Maker, n: int, seed: int, *, start: int = 400, prefix: str
     random = np.random.default_rng(seed)
     parts, types = make(n)
     tokens = random.integers(0, 1 << 40, n)
-    tensors, num_bytes = laid_out([*types.items(), ("tokens", Stored(DType.S64, (n,)))])
+    tensors, num_bytes = laid_out(types.items())
     memory = random.integers(0, 256, num_bytes, dtype=np.uint8)
     for name, stored in tensors.items():
         part = memory[stored.offset : stored.offset + stored.num_bytes]
@@ -162,8 +162,6 @@ def snapshot_of(make: Maker, n: int, seed: int, *, start: int = 400, prefix: str
             small = random.integers(0, 0x70, len(part), dtype=np.uint8)
             values = random.uniform(0.5, 2, len(part) // 4).astype(np.float32)
             part[:] = small if stored.dtype is DType.F8_E4M3 else values.view(np.uint8)
-        elif name == "tokens":
-            part[:] = tokens.view(np.uint8)
     prefix = prefix or random.bytes(32).hex()
     return Snapshot(Header(start, prefix, parts), tokens, tensors, memory)
 

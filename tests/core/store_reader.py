@@ -1,4 +1,4 @@
-"""A reader of the files of a store, written from docs/store_format.md alone.
+"""A reader of the files of stores and of snapshots, written from docs/store_format.md alone.
 
 It is slow, checks everything, and shares nothing with kvx_core.
 """
@@ -43,6 +43,7 @@ class Chunk(NamedTuple):
     start: int
     tokens: list[int]
     tensors: dict[str, Tensor]
+    kind: dict[str, Any]
 
 
 def canonical(value: Any) -> bytes:
@@ -101,6 +102,24 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[list[tuple[str, int, int]]]
 
 def text_of(kind: Mapping[str, Any], tensors: Mapping[str, Tensor], record: str, size: int) -> str:
     """The header of a file whose data has `size` bytes."""
+    return header_of(record, kind_text(kind), entries_of(kind, tensors, size))
+
+
+def kind_text(kind: Mapping[str, Any]) -> str:
+    """What is behind the record: the kind of a snapshot."""
+    if "prefix" not in kind:
+        return ""
+    text = canonical(kind).decode().replace("\\", "\\\\").replace('"', '\\"')
+    return f',"kvx_kind":"{text}"'
+
+
+def header_of(record: str, kind: str, entries: str) -> str:
+    text = f'{{"__metadata__":{{"kvx":"{record}"{kind}}}{entries}}}'
+    return text + " " * (-(8 + len(text)) % 4096)
+
+
+def entries_of(kind: Mapping[str, Any], tensors: Mapping[str, Tensor], size: int) -> str:
+    """What the header says of the tensors."""
     if kind["encrypted"] or any(tensor.coding for tensor in tensors.values()):
         number = str(size).rjust(15)
         entries = f',"pieces":{{"dtype":"U8","shape":[{number}],"data_offsets":[0,{number}]}}'
@@ -114,13 +133,12 @@ def text_of(kind: Mapping[str, Any], tensors: Mapping[str, Tensor], record: str,
             entries += f',"{name}":{{"dtype":"{word}","shape":[{numbers}],'
             entries += f'"data_offsets":[{at},{at + tensor.num_bytes}]}}'
             at += tensor.num_bytes
-    text = f'{{"__metadata__":{{"kvx":"{record}"}}{entries}}}'
-    return text + " " * (-(8 + len(text)) % 4096)
+    return entries
 
 
 def read(
     raw: bytes,
-    kind_raw: bytes,
+    kind_raw: bytes | None,
     *,
     signing: bytes | None = None,
     encryption: bytes | None = None,
@@ -128,22 +146,26 @@ def read(
 ) -> Chunk:
     """What a file holds. Fails an assertion if it is not good.
 
-    raw, kind_raw: the bytes of the file and of <kind>.json
+    raw, kind_raw: the bytes of the file and of <kind>.json; None: of a snapshot
     """
-    kind = json.loads(kind_raw)
-    assert canonical(kind) == kind_raw
-    assert kind["kvx_kind"] == 3
-    assert kind["keyed"] == (signing is not None)
-    assert kind["encrypted"] == (encryption is not None)
     length = int.from_bytes(raw[:8], "little")
     head, data = raw[8 : 8 + length].decode("ascii"), raw[8 + length :]
     assert (8 + length) % 4096 == 0
-    digits = json.loads(head)["__metadata__"]["kvx"]
+    metadata = json.loads(head)["__metadata__"]
+    digits, is_alone = metadata["kvx"], kind_raw is None
+    kind_raw = metadata["kvx_kind"].encode("ascii") if kind_raw is None else kind_raw
+    kind = json.loads(kind_raw)
+    assert canonical(kind) == kind_raw
+    assert kind["kvx_kind"] == 3
+    assert is_alone == ("prefix" in kind)
+    assert kind["keyed"] == (signing is not None)
+    assert kind["encrypted"] == (encryption is not None)
     record = bytes.fromhex(digits)
     assert record.hex() == digits
     magic, flags, n, p, signer, encrypter, random = struct.unpack("<8sIIIQQ32s", record[:68])
     assert magic == b"KVXCHNK3"
-    assert 0 < n <= 65_536
+    assert 0 < n <= 65_536 or (is_alone and n)
+    assert length <= 33_554_432 or not is_alone
     assert flags == (signing is not None) + 2 * (encryption is not None)
     assert signer == (0 if signing is None else key_id(signing))
     assert encrypter == (0 if encryption is None else key_id(encryption))
@@ -161,6 +183,7 @@ def read(
     assert record[-size:] == check_of(record[:-size], signing, b"kvx record")
     parent, digest, start = struct.unpack("<32s32sQ", record[68:140])
     assert digest == hashlib.sha256(kind_raw).digest()
+    assert not (is_alone and any(parent))
     tokens = np.frombuffer(record, "<i8", n, 140).tolist()
     check_bytes = (16 if encryption or not signing else 0) + (32 if signing else 0)
     rows = record[140 + 8 * n : -size]
@@ -188,4 +211,4 @@ def read(
             found[name][begin:end], content = content[: end - begin], content[end - begin :]
     assert at == len(data)
     whole_tensors = {n: t._replace(data=bytes(found[n])) for n, t in tensors.items()}
-    return Chunk(parent, start, tokens, whole_tensors)
+    return Chunk(parent, start, tokens, whole_tensors, kind)

@@ -33,12 +33,11 @@ class File:
     """A good file, taken apart: changed at random and put together again, with good checks."""
 
     def __init__(self, name: str, keys: str, n: int) -> None:
-        self.kind, self.n, self.keys = kind_of(MAKERS[name], keys), n, keys
+        self.n, self.keys = n, keys
         self.signing, self.encryption = KEYS[keys]
-        snapshot = random_snapshot(MAKERS[name], n, n)
         handle = os.memfd_create("kvx")
         with io.FileIO(handle, "r+") as file:
-            write_chunk(file, snapshot, self.kind, secrets_of(keys))
+            self.kind = self.written(file, name, random_snapshot(MAKERS[name], n, n))
             self.raw = os.pread(handle, 1 << 24, 0)
         length = 8 + int.from_bytes(self.raw[:8], "little")
         self.head, self.data = self.raw[:length], self.raw[length:]
@@ -50,6 +49,18 @@ class File:
         self.record = record[: -self.check_bytes]
         self.row_bytes = 4 + 16 * (not self.signing or bool(self.encryption))
         self.row_bytes += 32 * bool(self.signing)
+
+    def written(self, file: io.FileIO, name: str, snapshot: Snapshot) -> Kind:
+        kind = kind_of(MAKERS[name], self.keys)
+        write_chunk(file, snapshot, kind, secrets_of(self.keys))
+        return kind
+
+    def prefix(self, expected: store_reader.Chunk) -> str:
+        return expected.parent.hex()
+
+    @property
+    def kind_raw(self) -> bytes | None:
+        return self.kind.text
 
     def _cipher(self, record: bytes | bytearray) -> AESGCM:
         assert self.encryption is not None
@@ -113,7 +124,7 @@ class File:
         try:
             return store_reader.read(
                 raw,
-                self.kind.text,
+                self.kind_raw,
                 signing=self.signing,
                 encryption=self.encryption,
                 decoders=DECODERS,
@@ -134,6 +145,32 @@ class File:
                     return chunk.read(self.kind.layers)
                 blank = self.kind.blank(self.n, None)
                 return read_chunk(file, self.kind, secrets, name="it", blank=blank)
+            except StoreError:
+                return None
+
+
+class SnapshotFile(File):
+    """One of a snapshot."""
+
+    def written(self, file: io.FileIO, name: str, snapshot: Snapshot) -> Kind:
+        snapshot.save(file, key=self.signing)
+        with Snapshot.open(file, key=self.signing) as opened:
+            assert opened.file is not None
+            return opened.file.kind
+
+    def prefix(self, expected: store_reader.Chunk) -> str:
+        return str(expected.kind["prefix"])
+
+    @property
+    def kind_raw(self) -> bytes | None:
+        return None
+
+    def found(self, raw: bytes, dice: random.Random) -> Snapshot | None:
+        with io.FileIO(os.memfd_create("kvx"), "r+") as file:
+            file.write(raw)
+            try:
+                with Snapshot.open(file, key=self.signing) as opened:
+                    return opened.read(opened.header.layers)
             except StoreError:
                 return None
 
@@ -164,7 +201,7 @@ def check(file: File, seed: int, count: int) -> None:
         if expected is None:  # codes that no writer makes: what they stand for is not said
             assert any(stored.coding for stored in found.tensors.values())
             continue
-        assert found.header.prefix == expected.parent.hex()
+        assert found.header.prefix == file.prefix(expected)
         assert found.header.start == expected.start
         assert found.tokens.tolist() == expected.tokens
         assert found.tensors.keys() == expected.tensors.keys()
@@ -186,6 +223,20 @@ def good_scale(scale: store_reader.Tensor) -> bool:
 def test_changed_files(keys: str) -> None:
     for i, name in enumerate(NAMES):
         check(File(name, keys, 5 + i), 1, QUICK)
+
+
+@pytest.mark.parametrize("keys", ["plain", "signed"])
+def test_changed_snapshots(keys: str) -> None:
+    for i, name in enumerate(NAMES):
+        check(SnapshotFile(name, keys, 5 + i), 1, QUICK // 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_many_changed_snapshots(seed: int) -> None:
+    names = [(name, keys) for name in NAMES for keys in ("plain", "signed")]
+    for name, keys in names:
+        check(SnapshotFile(name, keys, 1 + seed), 100 + seed, SLOW // len(names))
 
 
 @pytest.mark.slow

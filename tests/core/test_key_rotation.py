@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from kvx_core import PrefixStore, StoreError
-from kvx_core.snapshot.signing import Key
+from kvx_core.snapshot.secrets import Key
 from tests.core.test_stores import Engine, save, store_in
 from tests.stores_memory import InMemory
 

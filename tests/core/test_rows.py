@@ -34,11 +34,12 @@ from kvx_core import (
 )
 from kvx_core.snapshot import CorruptError, Precision
 from tests.core.sections import FACTS
-from tests.core.test_snapshot_formats import json_of, numbers, rewritten
+from tests.core.test_snapshot_formats import numbers
 from tests.core.test_snapshot_planes import filled, reopened, section
 from tests.core.test_stores import Engine as StoreEngine
 from tests.core.test_stores import rows_of, save, store_in
 from tests.ggml import K_QUANTS, dequantize, quantize
+from tests.snapshot_files import kind_in, rewritten
 
 SEEDS = [1, 2, 3]
 # heads and head_dim: rows of 256, 512 and 1024 numbers
@@ -272,10 +273,10 @@ def test_rows_that_cannot_be(heads: list[int], tmp_path: Path) -> None:
     """512 numbers of 4 heads, said to be of 3, or of 2 that have whole units of their own."""
     captured = Snapshot.capture(range(9), [Engine("BLOCK_NHD", 4, 128, 1).section()], format="q4_k")
     reopened(captured, tmp_path / "file")
-    header = json_of(tmp_path / "file")["header"]
-    header["parts"][0]["heads"] = heads
+    kind = kind_in(tmp_path / "file")
+    kind["groups"][0]["heads"] = heads
     with pytest.raises(CorruptError, match=r"layers\.3\.k has rows of 512 numbers for \d heads"):
-        Snapshot.open(rewritten(tmp_path / "file", header=header))
+        Snapshot.open(rewritten(tmp_path / "file", kind))
 
 
 # --- prefix stores --------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvx_core import InvalidArgumentError, UnsupportedError
-from kvx_core.snapshot.secrets import Encryption, Secrets
-from kvx_core.snapshot.signing import Key
+from kvx_core.snapshot.secrets import Encryption, Key, Secrets
 
 NEW, OLD, THIRD = b"n" * 32, b"o" * 40, b"t" * 64
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvx_core import InvalidArgumentError, Snapshot, StoreError
 from kvx_core.snapshot import UnsignedError, read_key
-from kvx_core.snapshot.signing import Key
+from kvx_core.snapshot.secrets import Key
 from kvx_core.stores.space import SpaceRecord
 from tests.caches import assert_same_bytes
 from tests.core.test_stores import HEADS, LAYERS, Engine, files_of, save, store_in
@@ -140,7 +140,7 @@ def test_a_reader_without_a_key_takes_no_signed_file(tmp_path: Path) -> None:
     snapshot = Snapshot.capture(TOKENS, Engine().sections())
     assert snapshot is not None
     snapshot.save(tmp_path / "file", key=KEY)
-    with pytest.raises(UnsignedError, match="is signed, and this reader has no key"):
+    with pytest.raises(UnsignedError, match="is signed, and this process has no key"):
         Snapshot.open(tmp_path / "file")
     with Snapshot.open(tmp_path / "file", key=KEY) as file:
         assert file.read(file.header.layers).tensors

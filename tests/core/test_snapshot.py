@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from kvx_core import (
     UnsupportedError,
     describe,
 )
-from kvx_core.snapshot import CorruptError, Part, Stored
+from kvx_core.snapshot import CorruptError, UnsignedError
 from tests import reference, tables
 from tests.caches import (
     DTYPES,
@@ -45,8 +46,10 @@ from tests.caches import (
     assert_same_bytes,
     scaled,
 )
+from tests.core import store_reader
 from tests.core.sections import FACTS, section_of
 from tests.reference import FP8, Dense, End, Packed
+from tests.snapshot_files import SnapshotFile, kind_in, rewritten, row_of
 
 PER_TOKEN_HEAD = ScaleGranularity.PER_TOKEN_HEAD
 WITHOUT_POOL = sorted(set(LAYOUTS) - {"mla"})
@@ -580,22 +583,15 @@ def broken(path: Path, data: bytes) -> Path:
 
 def test_a_change_of_any_byte_is_noticed(good: Path) -> None:
     data = good.read_bytes()
-    expected = content(good)
+    assert content(good)["tokens"] == list(range(7))
     dice = random.Random(1)
     first = 8 + int.from_bytes(data[:8], "little")
     places = [*range(8), *range(8, first, 4), *dice.sample(range(first, len(data)), 100)]
-    noticed = 0
     for place in places:
         changed = bytearray(data)
         changed[place] ^= 1 << dice.randrange(8)
-        path = broken(good, bytes(changed))
-        try:
-            found = content(path)
-        except CorruptError:
-            noticed += 1
-        else:
-            assert found == expected, f"byte {place}"  # such as white space in the header
-    assert noticed > len(places) - 50
+        with pytest.raises((CorruptError, UnsignedError)):  # a flag says that it is signed
+            content(broken(good, bytes(changed)))
 
 
 def test_a_file_of_any_other_length_is_noticed(good: Path) -> None:
@@ -661,88 +657,111 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_after_it_was_opened(good: Path) -> None:
     file = Snapshot.open(good)
     os.truncate(good, good.stat().st_size - 1000)
-    with pytest.raises(CorruptError, match="shorter than its header says"):
+    with pytest.raises(CorruptError, match="became shorter while it was read"):
         file.read(file.header.layers)
 
 
-def without(name: str) -> Callable[[Snapshot], Snapshot]:
-    return lambda s: replace(s, tensors={n: t for n, t in s.tensors.items() if n != name})
+Change = Callable[[dict[str, Any]], object]
 
 
-def with_tensor(name: str, dtype: DType, *shape: int) -> Callable[[Snapshot], Snapshot]:
-    return lambda s: replace(s, tensors={**s.tensors, name: Stored(dtype, shape, 0)})
+def without(name: str) -> Change:
+    return lambda kind: kind["tensors"].remove(row_of(kind, name))
 
 
-def with_header(**changes: Any) -> Callable[[Snapshot], Snapshot]:
-    return lambda s: replace(s, header=replace(s.header, **changes))
-
-
-def with_scale(value: float) -> Callable[[Snapshot], Snapshot]:
-    def change(snapshot: Snapshot) -> Snapshot:
-        snapshot.array("layers.0.k_scale")[1] = value
-        return snapshot
+def with_tensor(name: str, dtype: str, *shape: int) -> Change:
+    def change(kind: dict[str, Any]) -> None:
+        kind["tensors"] = [row for row in kind["tensors"] if row[0] != name]
+        kind["tensors"].append([name, dtype, list(shape), "", ""])
+        # Those with larger elements are first.
+        kind["tensors"].sort(key=lambda row: -store_reader.DTYPES.get(row[1], (1,))[0])
 
     return change
 
 
-def with_heads(first: int, last: int) -> Callable[[Snapshot], Snapshot]:
-    """In the second part alone, which has layers 1 and 3."""
-    return lambda s: with_header(
-        parts=(s.header.parts[0], replace(s.header.parts[1], heads=(first, last)))
-    )(s)
-
-
-def parts(*layers: int, encoding: str = "values") -> tuple[Part, ...]:
-    return (Part(layers, (0, 2), FACTS, encoding, "f32"),)
+def with_group(i: int, **changes: Any) -> Change:
+    """Group 1 has layers 1 and 3."""
+    return lambda kind: kind["groups"][i].update(changes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("tokens"), "tokens is U8"),
-        (with_tensor("tokens", DType.S64), r"tokens has shape \[\], expected sizes"),
-        (with_tensor("tokens", DType.S64, 0), r"tokens has shape \[0\], expected sizes"),
-        (with_tensor("tokens", DType.F32, 7), "header or tokens have changed"),
-        (with_tensor("tokens", DType.S64, 6), r"layers.0.k is .* expected \(6, 2\)"),
         (without("layers.2.k"), "layers.2.k is U8"),
-        (with_tensor("layers.1.k", DType.BF16, 7, 2), "layers.1.k is BF16"),
-        (
-            with_tensor("layers.1.k", DType.BF16, 7, 2, 0),
-            "layers.1.k has shape .7, 2, 0.,",
-        ),
-        (with_tensor("layers.1.k", DType.BF16, 7, 1, 16), "layers.1.k is BF16"),
-        (with_tensor("layers.1.v", DType.BF16, 8, 2, 16), "layers.1.v is BF16"),
-        (with_tensor("layers.1.v", DType.S64, 7, 2, 2), "header or tokens have changed"),
-        (with_tensor("layers.1.v", DType.U8, 7, 2, 2), "layers.1.v is U8"),
-        (with_tensor("layers.1.k_scale", DType.F32, 1), "k_scale is F32 .* for layers.1.k of BF16"),
-        (with_tensor("layers.0.k_scale", DType.F32, 3), "k_scale is F32"),
-        (with_tensor("layers.0.k_scale", DType.F16, 1), "k_scale is F16"),
-        (with_header(start=-1), "start is -1"),
-        (with_heads(2, 2), r"heads are \[\(0, 2\), \(2, 2\)\]"),
-        (with_heads(-1, 1), "heads are"),
-        (with_heads(0, 1 << 24 | 1), "heads are"),
-        (with_heads(0, 1), r"layers.1.k is BF16 \(7, 2, 16\), expected \(7, 1\)"),
-        (with_header(parts=()), r"layers are \[\]"),
-        (with_header(parts=parts(0, 1, 1)), r"layers are \[0, 1, 1\]"),
-        (with_header(parts=parts(-1)), r"layers are \[-1\]"),
-        (with_header(parts=parts(0, encoding="rows")), "of a dtype of 'rows'"),
-        (with_scale(0.0), "k_scale is not finite and greater than zero"),
-        (with_scale(-1.0), "k_scale is not finite and greater than zero"),
-        (with_scale(float("nan")), "k_scale is not finite and greater than zero"),
-        (with_scale(float("inf")), "k_scale is not finite and greater than zero"),
+        (with_tensor("layers.1.k", "BF16", 7, 2), "layers.1.k is BF16"),
+        (with_tensor("layers.1.k", "BF16", 7, 2, 0), r"layers.1.k has shape \[7, 2, 0\]"),
+        (with_tensor("layers.1.k", "BF16", 7, 1, 16), "layers.1.k is BF16"),
+        (with_tensor("layers.1.k", "BF16", 6, 2, 16), r"layers.1.k is .* expected \(7, 2\)"),
+        (with_tensor("layers.1.k", "BF16"), r"layers.1.k has shape \[\]"),
+        (with_tensor("layers.1.v", "F16", 8, 2, 16), "layers.1.v is F16"),
+        (with_tensor("layers.1.v", "S64", 7, 2, 2), "layers.1.v is S64"),
+        (with_tensor("layers.1.v", "U8", 7, 2, 2), "layers.1.v is U8"),
+        (with_tensor("layers.1.k_scale", "F32", 1), "k_scale is F32 .* for layers.1.k of BF16"),
+        (with_tensor("layers.0.k_scale", "F32", 3), "k_scale is F32"),
+        (with_tensor("layers.0.k_scale", "F16", 1), "k_scale is F16"),
+        (with_tensor("tokens", "U8", 56), "tokens belongs to none of its layers"),
+        (with_group(1, heads=[2, 2]), r"heads are \[\(0, 2\), \(2, 2\)\]"),
+        (with_group(1, heads=[-1, 1]), "heads are"),
+        (with_group(1, heads=[0, 1 << 24 | 1]), "heads are"),
+        (with_group(1, heads=[0, 1]), r"layers.1.k is BF16 \(7, 2, 16\), expected \(7, 1\)"),
+        (with_group(1, layers=[0, 1, 1]), r"layers are \[0, 2, 0, 1, 1\]"),
+        (with_group(1, layers=[-1]), r"layers are \[0, 2, -1\]"),
+        (with_group(0, encoding="rows"), "of a dtype of 'rows'"),
+        (lambda kind: kind.update(groups=[]), r"layers are \[\]"),
+        (lambda kind: kind["tensors"].reverse(), "do not begin with those of larger elements"),
+        (lambda kind: kind["tensors"].append(kind["tensors"][0]), "has a tensor twice"),
+        (lambda kind: kind.pop("prefix"), "it has a prefix, or none"),
+        (lambda kind: kind.update(kvx_kind=4), "not written as KVX writes it"),
+        (lambda kind: kind.update(keyed=True), "does not begin as files of kind"),
+        (lambda kind: kind.update(encrypted=True), "does not begin as files of kind"),
     ],
 )
-def test_files_that_were_written_to_deceive(
-    change: Callable[[Snapshot], Snapshot], message: str, good: Path
-) -> None:
-    """Their checksums are right."""
-    file = Snapshot.open(good)
-    read = file.read(file.header.layers)
-    memory = np.append(read.memory, np.zeros(4096, np.uint8))  # type: ignore[arg-type]
-    tokens = Stored(DType.S64, (7,), len(memory) - 4096)
-    change(replace(read, memory=memory, tensors={**read.tensors, "tokens": tokens})).save(good)
+def test_files_that_were_written_to_deceive(change: Change, message: str, good: Path) -> None:
+    """Their checks are right."""
+    kind = kind_in(good)
+    change(kind)
     with pytest.raises(CorruptError, match=message):
-        content(good)
+        content(rewritten(good, kind))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_were_written_to_deceive(scale: float, good: Path) -> None:
+    file = SnapshotFile.of(good.read_bytes())
+    begin, end = file.piece("layers.0.k_scale")
+    assert (begin, end) == (0, 8 * 4)  # two heads of K and V of two layers
+    data = struct.pack("<f", scale) + file.data[4:]
+    with pytest.raises(CorruptError, match=r"layers\.0\.k_scale has a number that is no scale"):
+        content(rewritten(good, data=data))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"start": (1 << 62) + 1}, "begins at token 4611686018427387905"),
+        ({"start": (1 << 64) - 1}, "begins at token"),
+        ({"parent": bytes(31) + b"x"}, "has a parent, expected none"),
+        ({"ids": bytes(8 * 6)}, r"layers.0.k is .* expected \(6, 2\)"),
+        ({"ids": b""}, "does not begin as one of format 3"),
+        ({"data": b""}, "bytes, expected"),
+    ],
+)
+def test_records_that_were_written_to_deceive(
+    fields: dict[str, Any], message: str, good: Path
+) -> None:
+    file = SnapshotFile.of(good.read_bytes())
+    for name, value in fields.items():
+        setattr(file, name, value)
+    with pytest.raises(CorruptError, match=message):
+        content(broken(good, file.bytes()))
+
+
+def test_an_entry_of_a_store_is_no_snapshot(good: Path) -> None:
+    """Nor is one that has got the kind of another file."""
+    file = SnapshotFile.of(good.read_bytes())
+    with pytest.raises(CorruptError, match="is an entry of a store, expected a snapshot"):
+        content(broken(good, file.bytes(literal="")))
+    other = store_reader.kind_text(file.kind | {"prefix": "another"})
+    with pytest.raises(CorruptError, match="its kind has changed since it was written"):
+        content(broken(good, file.bytes(literal=other)))
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
@@ -751,26 +770,65 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         snapshot.save(tmp_path / "none" / "file")
 
 
+def test_nothing_is_written_that_no_reader_takes(good: Path, tmp_path: Path) -> None:
+    file = Snapshot.open(good)
+    read, before = file.read([1, 3]), good.read_bytes()
+    header = read.header
+    for wrong, message in (
+        (read, "layers.0.k is U8"),  # some layers alone
+        (replace(read, header=replace(header, start=-1)), "7 tokens from -1 on"),
+        (replace(read, header=replace(header, start=1 << 63)), "7 tokens from"),
+        (replace(file.read(range(4)), header=replace(header, prefix="\ud800")), "kind of files"),
+    ):
+        with pytest.raises(StoreError, match=f"good cannot be written: .*{message}"):
+            wrong.save(good)
+    assert good.read_bytes() == before
+
+
+@pytest.mark.parametrize("num_tokens", [70_000, 100_001])
+def test_more_tokens_than_an_entry_has(num_tokens: int, tmp_path: Path) -> None:
+    path, count = tmp_path / "file", num_tokens
+    cache = small(num_blocks=1, block_size=count + 5, num_kv_heads=1, head_dim=2)
+    snapshot = Snapshot.capture(range(7, 7 + count), [section_of(cache, (0, 1))], start=5)
+    assert snapshot is not None
+    snapshot.save(path)
+    with Snapshot.open(path, num_tokens=count) as file:
+        assert file.header == snapshot.header
+        assert file.tokens.tolist() == list(range(7, 7 + count))
+        assert file.read((0, 1)).digest() == snapshot.digest()
+    found = store_reader.read(path.read_bytes(), None)
+    assert (found.start, found.tokens[-1]) == (5, 6 + count)
+    assert found.tensors["layers.1.v"].data == snapshot.array("layers.1.v").tobytes()
+    with pytest.raises(CorruptError, match="expected one of at most 1048576"):
+        Snapshot.open(path, max_header_bytes=1 << 20)
+
+
 def test_other_tools_can_read_the_file(good: Path) -> None:
     """safetensors finds the very bytes, and all of it aligned to its elements."""
     from safetensors import safe_open
 
     with Snapshot.open(good) as snapshot:
-        whole = snapshot._read(list(snapshot.tensors), None)
-        offsets = {name: tensor.offset for name, tensor in snapshot.tensors.items()}
+        whole = snapshot.read(snapshot.header.layers)
+        first = 8 + int.from_bytes(good.read_bytes()[:8], "little")
+        assert first == 4096
+        offsets = {name: first + stored.offset for name, stored in snapshot.tensors.items()}
     with safe_open(good, "pt") as file:
         assert set(file.keys()) == set(whole.tensors)
         for name, tensor in whole.tensors.items():
             found = file.get_tensor(name)
             assert tuple(found.shape) == tensor.shape
             assert DType.of(found.dtype) is tensor.dtype
-            assert found.contiguous().view(torch.uint8).numpy().tobytes() == (
-                whole.array(name).tobytes()
-            ), name
+            data = whole.array(name).tobytes()
+            assert found.contiguous().view(torch.uint8).numpy().tobytes() == data, name
+            assert good.read_bytes()[offsets[name] :][: len(data)] == data
             assert offsets[name] % tensor.dtype.itemsize == 0
-        assert offsets["tokens"] == min(offsets.values())
-        assert offsets["tokens"] % 64 == 0
-        assert file.get_tensor("tokens").tolist() == list(range(7))
-        assert file.metadata()["kvx_snapshot"] == "2"
-        header = json.loads(file.metadata()["header"])
-        assert header["header"]["parts"][0]["facts"]["rotary"] == "half"
+        assert file.metadata().keys() == {"kvx", "kvx_kind"}
+        kind = json.loads(file.metadata()["kvx_kind"])
+        assert kind["groups"][0]["facts"]["rotary"] == "half"
+        assert kind["groups"][0]["facts"]["fingerprint"] == "abc"
+        assert kind["prefix"] == "before"
+    found = store_reader.read(good.read_bytes(), None)
+    assert found.start == 3
+    assert {n: t.data for n, t in found.tensors.items()} == {
+        name: whole.array(name).tobytes() for name in whole.tensors
+    }

@@ -5,7 +5,6 @@ gguf-py and torch say what a conversion gives.
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from kvx_core import (
 from kvx_core.encodings import turboquant
 from kvx_core.snapshot import CorruptError, StorageFormat
 from tests.core.sections import FACTS
-from tests.core.test_snapshot_planes import SENTINEL, filled, header_of, reopened, section
+from tests.core.test_snapshot_planes import SENTINEL, filled, reopened, section
+from tests.snapshot_files import kind_in, rewritten, with_row
 
 SEEDS = [1, 2, 3]
 GGUF = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
@@ -268,35 +268,32 @@ def test_scales_of_the_cache_are_applied(granularity: str, tmp_path: Path) -> No
 # --- what the header says -------------------------------------------------------------------------
 
 
-def json_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.loads(header_of(path))["__metadata__"]["header"])
-    return found
-
-
-def test_the_header_names_format_and_dtype_of_the_cache(tmp_path: Path) -> None:
+def test_the_kind_names_format_and_dtype_of_the_cache(tmp_path: Path) -> None:
     src = Engine(torch.bfloat16, 5, 1)
     captured = Snapshot.capture(range(19), [src.section], format="q4_0")
     read = reopened(captured, tmp_path / "file")
     names = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in "kv"]
-    text = json_of(tmp_path / "file")
-    assert text["formats"] == dict.fromkeys(names, "Q4_0")
-    assert text["originals"] == dict.fromkeys(names, "BF16")
-    assert text["header"]["parts"][0]["facts"]["lossy"] == "q4_0"
+    kind = kind_in(tmp_path / "file")
+    assert {name: (dtype, original) for name, dtype, _, original, _ in kind["tensors"]} == (
+        dict.fromkeys(names, ("Q4_0", "BF16"))
+    )
+    assert kind["groups"][0]["facts"]["lossy"] == "q4_0"
     assert read.header.precision.name == "bf16+q4_0"
     numbers_of_a_token = 2 * HEADS * (K_DIM + V_DIM)
     assert read.cache_bytes == 19 * numbers_of_a_token * 2
     assert read.num_bytes == 19 * numbers_of_a_token // 32 * 18
 
 
-def test_files_without_a_format_are_as_they_were(tmp_path: Path) -> None:
-    """Earlier versions of KVX refuse fields that they do not know."""
+def test_a_kind_has_the_facts_that_are_known(tmp_path: Path) -> None:
     src = Engine(torch.bfloat16, 5, 1)
-    reopened(Snapshot.capture(range(19), [src.section]), tmp_path / "file")
-    text = json_of(tmp_path / "file")
-    assert text.keys() == {"header", "checksums", "checksum"}
-    facts = text["header"]["parts"][0]["facts"]
-    added = {"lossy", "hadamard_k", "hadamard_v"}
-    assert facts.keys() == {field.name for field in fields(CacheFacts)} - added
+    captured = Snapshot.capture(range(19), [src.section])
+    reopened(captured, tmp_path / "file")
+    assert captured is not None
+    given = captured.header.parts[0].facts
+    known = {f.name: getattr(given, f.name) for f in fields(CacheFacts)}
+    kind = kind_in(tmp_path / "file")
+    assert kind["groups"][0]["facts"] == {n: v for n, v in known.items() if v is not None}
+    assert kind.keys() == {"encrypted", "groups", "keyed", "kvx_kind", "prefix", "tensors"}
 
 
 def test_a_file_says_how_k_and_v_are_rotated(tmp_path: Path) -> None:
@@ -328,52 +325,43 @@ def test_what_was_rounded_stays_so_in_later_snapshots() -> None:
             Snapshot.capture(range(19), [Engine(torch.bfloat16, 5, 1, lossy=wrong).section])
 
 
-def rewritten(path: Path, **fields: Any) -> Path:
-    """The file again, with other fields in its header, sealed anew."""
-    from kvx_core.snapshot.seal import sealed
-
-    data = path.read_bytes()
-    raw, at = header_of(path), 8 + len(header_of(path))
-    found = json.loads(raw)
-    num_tokens = int(found["__metadata__"]["tokens"])
-    text = json.loads(found["__metadata__"]["header"]) | fields
-    rest = {name: entry for name, entry in found.items() if name != "__metadata__"}
-    body = f'"header":{json.dumps(json.dumps(text))}}},{json.dumps(rest)[1:]}'
-    tokens = data[at : at + 8 * num_tokens]
-    path.write_bytes(sealed(body.encode(), tokens, len(data) - at, None) + data[at:])
-    return path
-
-
 @pytest.mark.parametrize(
-    ("originals", "error", "message"),
+    ("name", "original", "error", "message"),
     [
-        ({"layers.0.k": "Q9_9"}, StoreError, "in Q9_9, which this version of KVX does not know"),
-        ({"layers.0.k": "S64"}, CorruptError, "said to have been 'S64', expected K or V"),
-        ({"layers.0.k": "no word"}, CorruptError, "said to have been 'no word', expected K or V"),
-        ({"layers.7.k": "BF16"}, CorruptError, "layers.7.k is said to have been"),
-        ({"tokens": "BF16"}, CorruptError, "tokens is said to have been"),
-        ({"layers.0.k": 3}, CorruptError, "no header of a KVX snapshot"),
+        ("layers.0.k", "Q9_9", StoreError, "has Q9_9, which this version of KVX does not know"),
+        ("layers.0.k", "S64", CorruptError, "layers.0.k was S64, expected K or V"),
+        ("layers.0.k", "no word", CorruptError, "no word is no dtype"),
+        ("layers.0.k", 3, CorruptError, "is no kind of files"),
+        ("planes.0.role_40", "BF16", CorruptError, "planes.0.role_40 was BF16, expected K or V"),
     ],
 )
 def test_originals_that_cannot_be(
-    originals: dict[str, Any], error: type[StoreError], message: str, tmp_path: Path
+    name: str, original: Any, error: type[StoreError], message: str, tmp_path: Path
 ) -> None:
-    src = Engine(torch.bfloat16, 5, 1)
-    reopened(Snapshot.capture(range(19), [src.section], format="q8_0"), tmp_path / "file")
-    with Snapshot.open(rewritten(tmp_path / "file")) as same:
-        assert same.read([0, 1]).num_bytes == same.num_bytes - 19 * 8
+    src, path = Engine(torch.bfloat16, 5, 1), tmp_path / "file"
+    reopened(Snapshot.capture(range(19), [src.section], format="q8_0"), path)
+    before = path.read_bytes()
+    with Snapshot.open(rewritten(path)) as same:
+        assert same.read([0, 1]).num_bytes == same.num_bytes
+    assert path.read_bytes() == before
+    kind = kind_in(path)
+    if name.startswith("planes"):
+        kind["groups"][0]["planes"] = [[0, 40, 1, True]]
+        kind["tensors"].append([name, "Q8_0", [19, 1, 1], "", ""])
+        with Snapshot.open(rewritten(path, kind)) as other:
+            assert other.read([0, 1]).array(name).shape == (19, 1, 34)
     with pytest.raises(error, match=message) as caught:
-        Snapshot.open(rewritten(tmp_path / "file", originals=originals))
+        Snapshot.open(rewritten(path, with_row(kind, name, original=original)))
     assert type(caught.value) is error
 
 
 def test_a_format_that_is_said_to_be_exact_is_refused(tmp_path: Path) -> None:
     src = Engine(torch.bfloat16, 5, 1)
     reopened(Snapshot.capture(range(19), [src.section], format="q8_0"), tmp_path / "file")
-    header = json_of(tmp_path / "file")["header"]
-    header["parts"][0]["precision"] = "bf16"
+    kind = kind_in(tmp_path / "file")
+    kind["groups"][0]["precision"] = "bf16"
     with pytest.raises(CorruptError, match=r"layers\.0\.k is Q8_0, and precision is 'bf16'"):
-        Snapshot.open(rewritten(tmp_path / "file", header=header))
+        Snapshot.open(rewritten(tmp_path / "file", kind))
 
 
 # --- digests --------------------------------------------------------------------------------------
@@ -433,6 +421,9 @@ def test_data_that_is_not_in_memory(tmp_path: Path) -> None:
     with Snapshot.open(tmp_path / "file") as opened:
         with pytest.raises(InvalidArgumentError, match=r"file has its data in a file, .*read\("):
             opened.digest()
+        with pytest.raises(InvalidArgumentError, match=r"file has its data in a file, expected it"):
+            opened.save(tmp_path / "other")
+        assert not (tmp_path / "other").exists()
         read = opened.read([0])
         with pytest.raises(InvalidArgumentError, match=r"file is in memory already, expected it"):
             read.read([0])

@@ -38,7 +38,7 @@ from kvx_core.snapshot import (
     restore_all,
 )
 from tests.core.sections import FACTS
-from tests.core.test_snapshot_formats import json_of, rewritten
+from tests.snapshot_files import kind_in, rewritten
 
 SEEDS = [1, 2, 3]
 START, STOP = 3, 26  # the tokens of the snapshots
@@ -209,9 +209,9 @@ def test_captured_together_is_what_is_captured_apart(format: str | None, tmp_pat
     sections = Rank([m.filled(1) for m in model], 4, "BLOCK_NHD").put(0, STOP).sections()
     whole = through_a_file(captured(sections, format=format), tmp_path / "file")
     apart = [captured([section], format=format) for section in sections]
-    assert whole.tensors.keys() | {"tokens"} == {name for one in apart for name in one.tensors}
+    assert whole.tensors.keys() == {name for one in apart for name in one.tensors}
     for one in apart:
-        for name in one.tensors.keys() - {"tokens"}:
+        for name in one.tensors:
             stored = one.tensors[name]
             assert whole.tensors[name].type == stored.type
             assert whole.array(name).tobytes() == one.array(name).tobytes()
@@ -331,17 +331,18 @@ def test_layers_of_other_head_dims_are_refused() -> None:
 
 
 def test_files_with_one_range_of_heads_for_all_layers_are_refused(tmp_path: Path) -> None:
-    """As KVX wrote them once, and as nobody ever wrote them."""
+    """Each group of layers has its own."""
     model = [m.filled(1) for m in PLAIN]
     captured(Rank(model, 4, "BLOCK_NHD").put(0, STOP).sections()).save(tmp_path / "file")
-    header = json_of(tmp_path / "file")["header"]
-    once = json.loads(json.dumps(header))
-    once["heads"] = [part.pop("heads") for part in once["parts"]].pop()
-    with pytest.raises(CorruptError, match="has no header of a KVX snapshot"):
-        Snapshot.open(rewritten(tmp_path / "file", header=once))
-    header["parts"][1]["heads"] = [0, 2]
+    kind, good = kind_in(tmp_path / "file"), (tmp_path / "file").read_bytes()
+    once = json.loads(json.dumps(kind))
+    once["heads"] = [group.pop("heads") for group in once["groups"]].pop()
+    with pytest.raises(CorruptError, match="is no kind of files"):
+        Snapshot.open(rewritten(tmp_path / "file", once))
+    (tmp_path / "file").write_bytes(good)
+    kind["groups"][1]["heads"] = [0, 2]
     with pytest.raises(CorruptError, match=r"layers\.1\.k is BF16 \(23, 4, 32\), expected \(23, 2"):
-        Snapshot.open(rewritten(tmp_path / "file", header=header))
+        Snapshot.open(rewritten(tmp_path / "file", kind))
 
 
 # --- precision ------------------------------------------------------------------------------------

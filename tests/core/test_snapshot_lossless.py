@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,13 @@ from kvx_adapters.vllm import amx_planes
 from kvx_core import CacheDesc, CacheView, Snapshot, StoreError, UnsupportedError, describe
 from kvx_core.snapshot import CorruptError, Precision
 from tests.caches import assert_same_bytes
-from tests.core.test_snapshot_formats import Engine, expect, json_of, rewritten
-from tests.core.test_snapshot_planes import filled, header_of, reopened, section
+from tests.core import store_reader
+from tests.core.chunk_files import DECODERS
+from tests.core.test_snapshot_formats import Engine, expect
+from tests.core.test_snapshot_planes import filled, reopened, section
 from tests.core.test_stores import Engine as StoreEngine
 from tests.core.test_stores import files_of, save, store_in
+from tests.snapshot_files import SnapshotFile, kind_in, rewritten, with_row
 from tests.store_files import kind_of
 from tests.trained import trained
 
@@ -53,14 +55,18 @@ def test_every_bit_comes_back(seed: int, any_bits: bool, tmp_path: Path) -> None
             assert torch.equal(tensor.view(torch.int16), expected.view(torch.int16))
     plain.save(tmp_path / "plain")
     size, exact = ((tmp_path / name).stat().st_size for name in ("file", "plain"))
-    if any_bits:
-        assert "coded" not in json_of(tmp_path / "file")
-        assert size == exact
-    else:
-        assert json_of(tmp_path / "file")["coded"].keys() == {
-            f"layers.{layer}.{kind}" for layer in (0, 1) for kind in "kv"
-        }
-        assert size < exact
+    file = SnapshotFile.of((tmp_path / "file").read_bytes())
+    assert {name: coding for name, *_, coding in file.kind["tensors"]} == {
+        f"layers.{layer}.{kind}": FORMAT for layer in (0, 1) for kind in "kv"
+    }
+    (piece,) = file.sizes
+    assert piece == len(file.data)
+    assert (piece == captured.num_bytes) is any_bits
+    assert (size == exact) is any_bits
+    assert store_reader.read((tmp_path / "file").read_bytes(), None, decoders=DECODERS).tensors == {
+        name: store_reader.Tensor("BF16", captured.tensors[name].shape, FORMAT, data.tobytes())
+        for name, data in ((name, captured.array(name)) for name in captured.tensors)
+    }
 
 
 def test_layers_of_a_file_are_read_alone_and_written_again(tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_layers_of_a_file_are_read_alone_and_written_again(tmp_path: Path) -> No
     )
     expect(dst, 1, 0, 0, src.tokens(1, 0, 0, 19))
     with Snapshot.open(tmp_path / "file") as opened:
-        opened._read(sorted(opened.tensors), None).save(tmp_path / "again")
+        opened.read([0, 1]).save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
 
 
@@ -161,96 +167,86 @@ def good(tmp_path: Path) -> Path:
     ("change", "error", "message"),
     [
         ({"coding": "lossless_f16"}, StoreError, "in lossless_f16, which this version of KVX does"),
-        ({"coding": "No Word"}, CorruptError, "is said to be"),
-        ({"shape": [19, 3, 1 << 40]}, CorruptError, "is said to be"),
-        ({"shape": [19, 3, 64, 1]}, CorruptError, "is said to be"),
-        ({"shape": [19, 3, -64]}, CorruptError, "is said to be"),
+        ({"coding": 3}, CorruptError, "is no kind of files"),
+        ({"coding": FORMAT, "dtype": "F16"}, CorruptError, "layers.0.k of F16 is in lossless_bf16"),
+        ({"shape": [19, 3, 1 << 40]}, CorruptError, "has shape"),
+        ({"shape": [19, 3, (1 << 31) - 1]}, CorruptError, "has tensors of .* bytes in 1 pieces"),
+        ({"shape": [19, 3, 64, 1]}, CorruptError, "has shape"),
+        ({"shape": [19, 3, -64]}, CorruptError, "has shape"),
         ({"shape": [18, 3, 64]}, CorruptError, "expected .19, 3. and a head_dim"),
         ({"shape": [19, 192]}, CorruptError, "expected .19, 3. and a head_dim"),
-        ({"shape": 3}, CorruptError, "no header"),
+        ({"shape": 3}, CorruptError, "is no kind of files"),
     ],
 )
-def test_headers_that_lie(
+def test_kinds_that_lie(
     change: dict[str, Any], error: type[StoreError], message: str, good: Path
 ) -> None:
-    coded = json_of(good)["coded"]
-    coded["layers.0.k"] |= change
     with pytest.raises(error, match=message) as caught:
-        Snapshot.open(rewritten(good, coded=coded))
+        Snapshot.open(rewritten(good, with_row(kind_in(good), "layers.0.k", **change)))
     assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("num_bytes", [19 * 3 * 64 * 2, 1 << 32])
-def test_a_tensor_that_claims_more_bytes_than_it_has_numbers(num_bytes: int, good: Path) -> None:
+def test_a_piece_that_claims_more_bytes_than_it_has_numbers(num_bytes: int, good: Path) -> None:
     """A sparse file takes no space, and reading it would take `num_bytes` of memory."""
-    from kvx_core.snapshot.seal import sealed
-
-    raw, data = header_of(good), good.read_bytes()
-    found = json.loads(raw)
-    text = found.pop("__metadata__")["header"]
-    lo, hi = found["layers.0.k"]["data_offsets"]
-    found["layers.0.k"]["shape"] = [num_bytes]
-    for name, entry in found.items():
-        first, last = entry["data_offsets"]
-        moved = num_bytes - (hi - lo) if first > lo else 0
-        entry["data_offsets"] = [first + moved, last + moved]
-        if name == "layers.0.k":
-            entry["data_offsets"] = [lo, lo + num_bytes]
-    total = max(entry["data_offsets"][1] for entry in found.values())
-    tokens = data[8 + len(raw) :][: 19 * 8]
-    head = sealed(
-        f'"header":{json.dumps(text)}}},{json.dumps(found)[1:]}'.encode(), tokens, total, None
-    )
-    with good.open("wb") as file:
-        file.write(head + tokens)
-        file.truncate(len(head) + total)
-    with pytest.raises(
-        CorruptError, match=r"'lossless_bf16' of shape .19, 3, 64. in .* fewer bytes"
-    ):
+    file = SnapshotFile.of(good.read_bytes())
+    (most,) = (4 * 19 * 3 * 64 * 2 * 3 // 2,)  # bytes of K and V of two layers
+    file.sizes = [min(num_bytes + most, (1 << 32) - 1)]
+    size = f"{file.sizes[0]:15}"
+    file.entries = f',"pieces":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}'
+    file.data = b""
+    raw = file.bytes()
+    with good.open("wb") as sparse:
+        sparse.write(raw)
+        sparse.truncate(len(raw) + file.sizes[0])
+    with pytest.raises(CorruptError, match=r"bytes, expected \d+ to \d+ for 19 tokens"):
         Snapshot.open(good)
 
 
+def test_a_piece_in_fewer_bytes_than_a_coding_can_need(good: Path) -> None:
+    """A small file cannot ask for much memory."""
+    for count, message in ((1, "pieces of other lengths"), (100, "pieces of other lengths")):
+        file = SnapshotFile.of(good.read_bytes())
+        file.data, file.sizes = file.data[:count], [count]
+        good.write_bytes(file.laid_out().bytes())
+        with pytest.raises(CorruptError, match=message):
+            Snapshot.open(good)
+
+
 def test_other_tensors_are_not_coded(good: Path) -> None:
-    coded = json_of(good)["coded"]
-    with pytest.raises(CorruptError, match="tokens is said to be"):
-        Snapshot.open(rewritten(good, coded=coded | {"tokens": coded["layers.0.k"]}))
+    kind = kind_in(good)
+    kind["groups"][0]["planes"] = [[0, 40, 1, True]]
+    kind["tensors"].append(["planes.0.role_40", "BF16", [19, 1, 8], "", FORMAT])
+    with pytest.raises(CorruptError, match=r"planes\.0\.role_40 of BF16 is in lossless_bf16"):
+        Snapshot.open(rewritten(good, kind))
 
 
 def test_a_head_dim_that_is_not_that_of_the_bytes(good: Path) -> None:
     """The header agrees with itself; the encoded bytes have other numbers."""
-    coded = json_of(good)["coded"]
-    coded["layers.0.k"]["shape"] = [19, 3, 63]
+    kind = with_row(kind_in(good), "layers.0.k", shape=[19, 3, 63])
     with (
-        Snapshot.open(rewritten(good, coded=coded)) as opened,
+        Snapshot.open(rewritten(good, kind)) as opened,
         pytest.raises(CorruptError, match=r"layers\.0\.k"),
     ):
         opened.read([0])
 
 
 def test_no_bytes_harm_a_reader(good: Path) -> None:
-    """Encoded bytes are altered, and their checksums with them: refused, or read as numbers."""
-    import zlib
-
-    data = bytearray(good.read_bytes())
-    start = 8 + len(header_of(good))
-    entry = json.loads(header_of(good))["layers.0.k"]
-    lo, hi = (start + at for at in entry["data_offsets"])
-    chosen = random.Random(1)
-    refused = 0
+    """Encoded bytes are altered, and their checks with them: refused, or read as numbers."""
+    file, chosen, refused = SnapshotFile.of(good.read_bytes()), random.Random(1), 0
+    data = file.data
     for round_ in range(60):
         altered = bytearray(data)
         for _ in range(chosen.choice((1, 3, 50))):
-            where = lo + (chosen.randrange(24) if round_ % 2 else chosen.randrange(hi - lo))
+            where = chosen.randrange(24) if round_ % 2 else chosen.randrange(len(data))
             altered[where] = chosen.randrange(256)
-        good.write_bytes(altered)
-        checksums = json_of(good)["checksums"]
-        checksums["layers.0.k"] = f"{zlib.crc32(altered[lo:hi]):08x}"
-        with Snapshot.open(rewritten(good, checksums=checksums)) as opened:
+        file.data = bytes(altered)
+        good.write_bytes(file.checked().bytes())
+        with Snapshot.open(good) as opened:
             try:
                 assert opened.read([0]).array("layers.0.k").shape == (19, 3, 64)
             except CorruptError:
                 refused += 1
-        good.write_bytes(data)
     assert refused
 
 

@@ -5,7 +5,6 @@ Expected bytes are those of one vector at a time, by the names of axes alone (te
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +31,9 @@ from kvx_core import (
     describe,
 )
 from kvx_core.snapshot import CorruptError
+from tests.core import store_reader
 from tests.core.sections import FACTS
+from tests.snapshot_files import SnapshotFile, kind_in, row_of
 
 SEEDS = [1, 2, 3]
 SENTINEL = 0x5A
@@ -358,28 +359,30 @@ def test_packed_formats_keep_their_bytes(name: str, size: int, seed: int, tmp_pa
         got = v_out[[2, 1][t // 9], :, t % 9].view(torch.int16)
         assert torch.equal(got, v[[4, 0, 2][t // 4], t % 4].view(torch.int16))
     assert torch.equal(k_out, expected)
-    text = json.loads(json.loads(header_of(tmp_path / "file"))["__metadata__"]["header"])
-    assert text["formats"] == {"layers.3.k": name}
+    assert row_of(kind_in(tmp_path / "file"), "layers.3.k")[:2] == ["layers.3.k", name]
 
 
-def test_files_without_planes_are_as_they_were(tmp_path: Path) -> None:
-    """Nothing that versions before planes do not know: they refuse unknown fields."""
-    plain = CacheView((Engine(16, 3, 1).cache(),), FACTS)
-    reopened(Snapshot.capture(range(9), [section(plain, [2])]), tmp_path / "file")
-    text = json.loads(json.loads(header_of(tmp_path / "file"))["__metadata__"]["header"])
-    assert text.keys() == {"header", "checksums", "checksum"}
-    assert text["header"]["parts"][0].keys() == {
-        "layers",
-        "heads",
-        "facts",
-        "encoding",
-        "precision",
-    }
-
-
-def header_of(path: Path) -> bytes:
-    data = path.read_bytes()
-    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5])
+def test_planes_without_an_entry(num_tokens: int, tmp_path: Path) -> None:
+    """A snapshot may be too short for an entry of a plane: then it says nothing of its shape."""
+    engine, path = Engine(16, 3, 1), tmp_path / "file"
+    held = engine.section(state_tokens=8 + num_tokens)
+    captured = Snapshot.capture(range(num_tokens), [held], start=8)
+    read = reopened(captured, path)
+    assert [kind.tokens_per_entry for kind in read.header.parts[0].planes] == [1, 1, 0, 4]
+    assert ("planes.3.role_40" in read.tensors) is (num_tokens >= 4)
+    other = Engine(8, 5, None)
+    read.restore(other.section(state_tokens=8 + num_tokens), 8, 8 + num_tokens)
+    expected = Engine(8, 5, None)
+    copy_by_hand(engine, expected, 8, 8 + num_tokens, state=True)
+    assert_same(other, expected)
+    found = store_reader.read(path.read_bytes(), None)
+    assert found.tensors.keys() == read.tensors.keys()
+    file = SnapshotFile.of(path.read_bytes())
+    file.start = 9  # in the middle of an entry
+    path.write_bytes(file.bytes())
+    with pytest.raises(CorruptError, match="begins at token 9"):
+        Snapshot.open(path)
 
 
 def test_packed_planes(tmp_path: Path) -> None:
@@ -633,13 +636,14 @@ def test_damage_is_found(tmp_path: Path) -> None:
     reopened(Snapshot.capture(range(40), [Engine(16, 3, 1).section(state_tokens=40)]), path)
     good = path.read_bytes()
     with Snapshot.open(path) as file:
-        tensors = {name: t for name, t in file.tensors.items() if name != "tokens"}
+        tensors = dict(file.tensors)
     assert {name.split(".")[2] for name in tensors} == {
         "k", "index_k", "index_k_scale", "role_40", "state",
     }  # fmt: skip
+    first = 8 + int.from_bytes(good[:8], "little")
     for stored in tensors.values():
         data = bytearray(good)
-        data[stored.offset + stored.num_bytes - 1] ^= 1
+        data[first + stored.offset + stored.num_bytes - 1] ^= 1
         path.write_bytes(data)
         with Snapshot.open(path) as file, pytest.raises(CorruptError, match="have changed since"):
             file.read([3])

@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
-from kvx_core.snapshot.secrets import Secrets
-from kvx_core.snapshot.signing import Key
+from kvx_core.snapshot.secrets import Key, Secrets
 from kvx_core.stores import config as config_module
 from kvx_core.stores.blob_store import Write
 from kvx_core.stores.config import StoreConfig, read_config, stored_config
