@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
+from kvx_core.files import OpenFile
 from kvx_core.stores.index import Index
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
@@ -408,11 +409,11 @@ class Dying(Frozen):
 
     is_dying = False
 
-    def open(self, name: str) -> BinaryIO | None:
+    def fetch(self, name: str, *rest: Any) -> OpenFile | None:
         if self.is_dying and name.endswith(".safetensors"):
             error = OSError(errno.EIO, "Input/output error")
             raise self._failure(name, "read", error) from error
-        return super().open(name)
+        return super().fetch(name, *rest)
 
 
 def test_a_disk_that_does_not_give_files_is_told(tmp_path: Path) -> None:

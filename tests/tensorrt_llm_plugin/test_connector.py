@@ -370,8 +370,8 @@ def test_a_store_that_does_not_answer(serve: Factory) -> None:
     serve.set(chunk_seconds=0.05)
     engine, answers = serve(), threading.Event()
     blobs = engine.scheduler._store._blobs
-    opened = blobs.open
-    blobs.open = lambda name: opened(name) if answers.wait(60) else None
+    fetch = blobs.fetch
+    blobs.fetch = lambda *given: fetch(*given) if answers.wait(60) else None
     begin = time.monotonic()
     for _ in range(10):
         assert engine.ask(tokens).computed == 100
@@ -390,13 +390,13 @@ def test_a_store_that_is_slow_and_answers(serve: Factory) -> None:
     serve.set(chunk_seconds=1)
     engine = serve()
     blobs = engine.scheduler._store._blobs
-    opened = blobs.open
+    fetch = blobs.fetch
 
-    def slowly(name: str) -> Any:
+    def slowly(*given: Any) -> Any:
         time.sleep(0.15)
-        return opened(name)
+        return fetch(*given)
 
-    blobs.open = slowly
+    blobs.fetch = slowly
     begin = time.monotonic()
     assert engine.ask(tokens).computed == 4
     assert time.monotonic() - begin > 1

@@ -20,6 +20,7 @@ from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import Scope
 from kvx_core.connector.weights import Stamp, Weights
+from kvx_core.files import OpenFile
 from kvx_core.snapshot import Precision, Section, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
@@ -356,9 +357,9 @@ class Strange(Directory):
             return super().put(name, write, durable=durable)
         raise ZeroDivisionError
 
-    def open(self, name: str) -> BinaryIO | None:
+    def fetch(self, name: str, *rest: Any) -> OpenFile | None:
         if name.endswith(".json"):
-            return super().open(name)
+            return super().fetch(name, *rest)
         raise ZeroDivisionError
 
 
