@@ -599,6 +599,14 @@ def test_facts_say_what_was_given() -> None:
     assert facts(tiny()).window == 0
 
 
+def test_only_quantized_layers_have_scales() -> None:
+    plain, packed = run(KVCache()), run(QuantizedKVCache(64, 8))
+    for layer in (plain, packed):
+        view = adapter.cache_view([layer], facts(tiny(), quantized=layer is packed))
+        beside = (view.k_scales, view.v_scales, view.k_zeros, view.v_zeros)
+        assert all((found is not None) is (layer is packed) for found in beside)
+
+
 def test_facts_of_quantized_layers_are_lossy() -> None:
     assert facts(tiny(), quantized=True).lossy == "u8_bias"
     assert facts(tiny()).lossy is None

@@ -202,6 +202,9 @@ def test_facts() -> None:
     assert (found.rotary, found.window) == ("interleaved", 16)
     none = adapter.cache_facts(**sizes, do_rotary=False, rotary_interleaved=False, rotary_dim=0)
     assert none.rotary == "none"
+    assert (none.engine, found.engine) == ("onnxruntime",) * 2
+    with pytest.raises(InvalidArgumentError, match="do_rotary is 2, expected"):
+        adapter.cache_facts(**sizes, do_rotary=2, rotary_interleaved=False, rotary_dim=8)
     with pytest.raises(InvalidArgumentError, match="rotary_dim is 0 and do_rotary is True"):
         adapter.cache_facts(**sizes, do_rotary=True, rotary_interleaved=False, rotary_dim=0)
 

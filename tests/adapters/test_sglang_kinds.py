@@ -211,6 +211,8 @@ def test_tokens_behind_the_window_are_refused() -> None:
     mapping[65] = 4
     found: Any = sliding.slots(torch.tensor([65, 8])).owner
     assert found.tolist() == [4, 9]
+    mapping[9] = 1  # of a pool whose pages have one token
+    assert sliding.slots(torch.tensor([9])).owner.tolist() == [1]
     for slot in (-1, 0, 66):
         with pytest.raises(InvalidArgumentError, match=rf"slots\[0\] is {slot}, which has no slot"):
             sliding.slots(torch.tensor([slot]))

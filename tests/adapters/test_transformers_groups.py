@@ -351,6 +351,9 @@ def test_a_request_is_asked_what_it_holds(models: dict[str, Any]) -> None:
         with pytest.raises(OutOfRangeError, match=f"src holds {13 - first} tokens of sequence 0"):
             migrate(full.span([state], [first], [14 - first]), dsts[0], [14 - first])
     migrate(full.span(["a"], [0], [14]), dsts[0], [14])
+    both = full.span([state, "a"], [0, 0], [13, 14])
+    assert both.view.holds is not None
+    assert both.view.holds() == [13, 14]
     span = windows.span([state], [5], [8])
     migrate(span, dsts[1], [8])
     with pytest.raises(OutOfRangeError, match=r"src holds 7 tokens of sequence 0 .* at least 8"):

@@ -495,6 +495,13 @@ def rows_of(table: Any) -> list[list[int]]:
     return owner.tolist()
 
 
+def test_scales_are_given_for_every_layer() -> None:
+    spec = make_spec(dtype=torch.uint8, kv_cache_dtype="fp8")
+    caches = by_permutation(spec)[1]
+    with pytest.raises(InvalidArgumentError, match="v_scales has 1 entries, expected 3, one per l"):
+        vllm.cache_view(caches, spec, SAME_MODEL, k_scales=[1.0] * L, v_scales=[1.0])
+
+
 def test_block_table_is_not_copied() -> None:
     table = torch.tensor([[3, 1, 0], [2, 0, 0]], dtype=torch.int32)
     assert vllm.block_table(table).indices == table.data_ptr()
