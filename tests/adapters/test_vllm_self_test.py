@@ -313,10 +313,9 @@ def test_rows_of_bytes() -> None:
                 cell[:, :D] = (token[0] / scale).round().to(torch.int8)
                 cell[:, D:] = (scale * too_large[0]).view(torch.int8)
 
-    for too_large[0] in (1.0, 1.05):
-        vllm.self_test(caches[0], spec, write)
+    vllm.self_test(caches[0], spec, write)
     too_large[0] = 1.5
-    with pytest.raises(InvalidArgumentError, match="K of TRITON_ATTN: vLLM wrote .* differ"):
+    with pytest.raises(InvalidArgumentError, match=r"K of TRITON_ATTN: vLLM wrote .* differ"):
         vllm.self_test(caches[0], spec, write)
     with pytest.raises(InvalidArgumentError, match="reads no change there in head 0"):
         vllm.self_test(caches[0], spec, lambda key, value, slots: None)
