@@ -143,7 +143,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_the_most_tokens_of_a_state() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_tokens is .*, expected 1 to 2147483647"):
+    with pytest.raises(InvalidArgumentError, match=r"num_tokens is .*, expected 1 to 2147483647"):
         new(2**31)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_the_other_engine_computes_one_token(serve: Serve, num_tokens: int, said
     after = second.ask(request.all_token_ids, 20 - said)
     assert request.answer + after.answer == alone(tokens, 20)
     assert after.num_computed_here == 1 + 20 - said - 1
+
+
+def test_several_chunks_are_handed_over_at_once(serve: Serve) -> None:
+    engine = serve()
+    saver = engine.connector.saver
+    saver.save = lambda *_: None  # steps store nothing
+    request = engine.add(prompt(70, 45), 20)
+    while not request.answer:
+        engine.step()
+    policy = engine.connector.policy
+    policy.reported((), (), blocks=True)  # as if another connector had filled some
+    save = policy.handed_over(request.request_id, request.num_computed_tokens)
+    assert save is not None
+    assert (save.start, save.stop) == (0, 70)
+    assert not saver._has(save)
+    assert saver.save_now(save)
+    assert saver._has(save)
+    assert not saver._has(replace(save, tokens=save.tokens + 1))
 
 
 def test_what_is_stored_already_is_not_stored_again(serve: Serve, store: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -606,6 +607,27 @@ def test_weights_that_are_updated(serve: Factory, trtllm: ModuleType) -> None:
     engine.close()
     assert any("the weights have changed" in line for line in trtllm.logger.warnings())
     assert serve().ask(more).computed == 100
+
+
+def test_updates_of_weights_that_cannot_be_seen(
+    serve: Factory, trtllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that updates them elsewhere is told so, and shares; after an error nothing is."""
+    place = sys.modules["tensorrt_llm._torch.pyexecutor.model_loader"]
+    monkeypatch.delattr(place, "ModelLoader")
+    tokens = prompt(100, 64)
+    saved(serve, tokens)
+    engine = serve()
+    assert engine.ask(tokens).computed == 4
+    assert {line for line in trtllm.logger.warnings() if "how TensorRT-LLM" in line} == {
+        f"warning: KVX does not know how TensorRT-LLM {trtllm.__version__} updates weights. Start "
+        "it anew if they change: what it has stored is of those that it has started with"
+    }
+    import_module(f"{fake.PLUGIN}.witness")._give_up(ValueError("as a test says"))
+    assert engine.ask(tokens).computed == 100
+    assert "warning: KVX shares nothing until the next start: as a test says" in (
+        trtllm.logger.warnings()
+    )
 
 
 @pytest.mark.parametrize("when", ["promise", "plan", "lookup"])
