@@ -650,9 +650,9 @@ def test_weights_that_are_updated_after_a_promise(
         monkeypatch.setattr(PrefixStore, "load", load)
         assert engine.ask(tokens).computed == 100
         return
-    name, owner = {
-        "promise": ("build_connector_meta", engine.scheduler),
-        "plan": ("start_load_kv", engine.ranks[0].worker),
+    name, owner, what = {
+        "promise": ("build_connector_meta", engine.scheduler, r"request \d+"),
+        "plan": ("start_load_kv", engine.ranks[0].worker, "the loads of this step"),
     }[when]
     call = getattr(owner, name)
 
@@ -661,7 +661,7 @@ def test_weights_that_are_updated_after_a_promise(
         return call(*args)
 
     monkeypatch.setattr(owner, name, late)
-    with pytest.raises(InvalidArgumentError, match="the weights have changed since"):
+    with pytest.raises(InvalidArgumentError, match=f"^{what}: the weights have changed since"):
         engine.ask(tokens)
     assert torch.equal(engine.ranks[0].blocks, pool)
 
