@@ -69,6 +69,7 @@ def buffers(**changes: Any) -> dict[str, Any]:
         ),
         (np.zeros((1, 3, 8, 64), np.float32), r"of shape \(1, 3, 8, 64\), expected F32"),
         (np.zeros((2, 8, 64), np.float32), r"of shape \(2, 8, 64\), expected F32"),
+        (np.zeros((1, 2, 8), np.float32), r"of shape \(1, 2, 8\), expected F32"),
     ],
 )
 def test_buffers_are_compared_with_the_session(given: Any, message: str) -> None:

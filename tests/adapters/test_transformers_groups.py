@@ -58,6 +58,7 @@ def models() -> dict[str, Any]:
         "windows": model("Mistral", sliding_window=WINDOW),
         "mixed": model("Qwen2", **mixed),
         "full": model("Llama"),
+        "part of a page": model("Mistral", sliding_window=WINDOW - 2),
     }
 
 
@@ -287,7 +288,7 @@ def store(cache: PagedAttentionCache, request_id: str, past: int, key: Tensor) -
     return found
 
 
-@pytest.mark.parametrize("name", ["full", "windows", "mixed"])
+@pytest.mark.parametrize("name", ["full", "windows", "mixed", "part of a page"])
 @pytest.mark.parametrize("num_tokens", [6, 19])
 def test_paged(models: dict[str, Any], name: str, num_tokens: int) -> None:
     """Tokens of two requests, written by the cache's own indices, come out; others go in, and its
