@@ -115,6 +115,8 @@ def ints(*numbers: int) -> Tensor:
         (lambda: fi.cache_desc(pool("NHD"), "TRT"), "kv_layout is 'TRT', expected 'NHD' or"),
         (lambda: fi.cache_desc(pool("NHD"), ["NHD"]), "kv_layout is ['NHD'], expected 'NHD' or"),
         (lambda: fi.cache_desc(pool("NHD")[:, 0], "NHD"), "paged_kv_cache has the shape (1"),
+        (lambda: fi.cache_desc(torch.zeros(3, 1, 4, 2, 8), "NHD"), "has the shape (3, 1, 4, 2, 8)"),
+        (lambda: fi.cache_desc(torch.zeros(3, 3, 4, 2, 8), "NHD"), "has the shape (3, 3, 4, 2, 8)"),
     ],
 )  # fmt: skip
 def test_refusals(call: Any, error: str) -> None:

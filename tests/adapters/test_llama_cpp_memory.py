@@ -270,6 +270,10 @@ def test_a_span_says_where_sequences_begin_if_it_has_all_their_cells() -> None:
         assert (found if found is None else np.asarray(found).tolist()) == begins
 
 
+def test_cells_of_tokens_are_slots() -> None:
+    assert np.asarray(llama_cpp.slot_mapping([3, 1, 7]).owner).tolist() == [3, 1, 7]
+
+
 def test_a_view_of_some_layers_holds_what_all_do() -> None:
     """Its bytes say nothing of how many tokens a state has."""
     for num_tokens in range(1, 12):

@@ -55,6 +55,14 @@ def test_the_view_is_the_engines_memory() -> None:
     assert (written[3:] == 0).all()
 
 
+def test_one_layer() -> None:
+    given = buffers()
+    key, value = given["past_key_values.1.key"], given["past_key_values.1.value"]
+    desc = adapter.cache_desc(key, value)
+    assert desc.k.shape == (1, 2, 8, 64)
+    assert (desc.k.data, desc.v.data) == (key.ctypes.data, value.ctypes.data)
+
+
 def buffers(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = dict(adapter.reserve(session(tiny()), batch_size=1, num_tokens=8))
     return found | changes

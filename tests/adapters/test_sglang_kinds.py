@@ -222,6 +222,20 @@ def test_tokens_behind_the_window_are_refused() -> None:
         sglang.cache_view(pool, SAME_MODEL)
 
 
+def test_a_pool_of_windows_alone_has_one_group() -> None:
+    pool = windows()
+    pool.layers_mapping = {0: (0, True), 3: (1, True)}
+    (group,) = sglang.layer_groups(pool, SAME_MODEL, window=12)
+    assert (group.layers, group.window) == ((0, 3), 12)
+
+
+def test_layers_that_share_their_place_are_refused() -> None:
+    pool = windows()
+    pool.layers_mapping = {0: (0, True), 1: (0, False), 2: (0, False), 3: (1, True)}
+    with pytest.raises(UnsupportedError, match=r"pool are at \[0, 0\], expected 0 to 1: pools of"):
+        sglang.layer_groups(pool, SAME_MODEL, window=12)
+
+
 def test_scales_go_to_the_layers_of_each_group() -> None:
     pool = windows(dtype=E5M2)
     scales = [1.0, 2.0, 4.0, 8.0]

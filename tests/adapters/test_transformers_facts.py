@@ -557,6 +557,13 @@ def test_slots_of_a_mask_that_is_shorter_than_the_cache() -> None:
         migrate(span, hf.cache_view(other, SAME_MODEL), [5, 5])
 
 
+def test_a_model_of_states_alone_has_no_geometry() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    with pytest.raises(UnsupportedError):
+        hf.geometry(model, batch_size=1, num_tokens=3)
+
+
 def test_an_offloaded_cache_is_refused() -> None:
     cache = empty("dynamic", make("Llama"))
     cache.offloading = True

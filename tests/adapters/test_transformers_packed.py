@@ -165,6 +165,13 @@ def test_what_transformers_does_to_its_cache(change: Any) -> None:
         assert torch.equal(values, layer.values.transpose(1, 2).flatten(2))
 
 
+def test_a_cache_that_offloads_its_layers_keeps_them() -> None:
+    past = transformers.DynamicCache(config=model_of("llama").config)
+    past.offloading = True
+    hf.packed.pack_layers(past)
+    assert not any(hasattr(layer, "kv_cache") for layer in past.layers)
+
+
 def test_a_cache_without_tokens_is_reordered() -> None:
     past = transformers.DynamicCache(config=model_of("llama").config)
     hf.packed.pack_layers(past)

@@ -417,6 +417,16 @@ def test_aiter_calls_itself_flash_attn() -> None:
     assert rocm.groups()[0].specs[0].backend == "ROCM_AITER_FA"
 
 
+@pytest.mark.parametrize("name", ["_use_interleaved_v_cache", "_shuffle_kv_layout"])
+def test_an_impl_that_writes_tokens_of_v_in_groups(name: str) -> None:
+    found = engine([(names(0), full())])
+    impl = found.layers[names(0)[0]].impl = SimpleNamespace(**{name: False})
+    assert not found.groups()[0].specs[0].interleaved_v
+    setattr(impl, name, True)
+    with pytest.raises(UnsupportedError, match="FLASH_ATTN keeps V in groups of tokens of 16 byt"):
+        found.groups()
+
+
 def test_mla_group() -> None:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 

@@ -714,6 +714,11 @@ def test_fp8_on_rocm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     encoding_of(per_token_head_spec("int8"))
 
 
+def test_a_cache_of_values_has_no_scales_in_it() -> None:
+    spec = make_spec("LBHNC", num_layers=1)
+    assert vllm.inline_scales(torch.zeros(B, H, N, 2 * D, dtype=spec.dtype), spec) is None
+
+
 def test_scales_in_the_cache_began_with_0_26() -> None:
     assert encoding_of(per_token_head_spec("int8", "NHD", version="0.26.0")).inline_scales
 

@@ -6,6 +6,7 @@ would have computed.
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import time
@@ -362,6 +363,26 @@ def test_a_file_that_is_not_good_is_computed(
         (warning,) = trtllm.logger.warnings()
         assert warning.startswith("warning: KVX computes tokens that it found: ")
     assert serve(8).ask(tokens).computed == 150 - 144  # it has been stored again
+
+
+def test_a_disk_that_does_not_give_files_is_told(serve: Factory, trtllm: ModuleType) -> None:
+    tokens = prompt(100, 36)
+    saved(serve, tokens)
+    engine = serve()
+    blobs = engine.scheduler._store._blobs
+    opened = blobs.open
+
+    def dying(name: str) -> Any:
+        error = OSError(errno.EIO, "Input/output error")
+        raise blobs._failure(name, "read", error) from error
+
+    engine.scheduler._store.index.fresh_seconds = 0
+    blobs.open = dying
+    assert engine.ask(tokens).computed == 100
+    (warning,) = trtllm.logger.warnings()
+    assert warning.startswith("warning: KVX did not read what a prompt may begin with: ")
+    blobs.open = opened
+    assert engine.ask(tokens).computed == 4
 
 
 def test_a_store_that_does_not_answer(serve: Factory) -> None:
