@@ -64,6 +64,19 @@ def test_the_other_engine_computes_one_token(serve: Serve, num_tokens: int, said
     assert after.num_computed_here == 1 + 20 - said - 1
 
 
+def test_what_others_have_deleted_is_saved_again(serve: Serve, store: Path) -> None:
+    """An engine that never looks up takes it for stored once, and asks the disk afterwards."""
+    engine, found = serve(), []
+    engine.connector.policy.consumes = False
+    for _ in range(3):
+        engine.ask(prompt(32, 46), 2)
+        assert engine.connector.saver._writer.threads.wait(60)
+        found.append(len(list(store.rglob("*.safetensors"))))
+        for path in store.rglob("*.safetensors"):
+            path.unlink()
+    assert found == [3, 0, 3]
+
+
 def test_several_chunks_are_handed_over_at_once(serve: Serve) -> None:
     engine = serve()
     saver = engine.connector.saver
