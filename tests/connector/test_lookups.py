@@ -86,6 +86,18 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked.blobs.num_calls == calls
 
 
+def test_memory_answers_while_threads_are_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
+    fill(tmp_path, prompt(70, 1))
+    asked = Asked(tmp_path)
+    assert asked.answer(prompt(70, 1)) == 69
+    asked.lookups.seconds = -1  # as if they had been, for longer than that
+    assert asked.at_once(prompt(70, 1)) == 69
+    assert asked.at_once(prompt(70, 2)) == 0
+
+
 def test_one_lookup_finds_all_corrupt_files(tmp_path: Path) -> None:
     """Those behind the first one too, up to the first chunk of which nothing is stored."""
     tokens = prompt(90, 1)

@@ -295,6 +295,8 @@ def test_blocks_that_are_not_there_fail_the_save_alone(tmp_path: Path) -> None:
     worker.half.shutdown()
     assert worker.half.take_results()[0] == {"a"}
     assert worker.stats() == {"dropped_saves": 1}
+    worker.save([3, B], layerwise=True)
+    assert worker.stats() == {"dropped_saves": 2}  # at the first layer, and at the end
 
 
 def test_a_failed_load_names_its_blocks(tmp_path: Path) -> None:
