@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.facts import compare
-from kvx_core.files import OwnFile
+from kvx_core.files import OpenFile
 from kvx_core.ops import device_status
 from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
 from kvx_core.snapshot.chunks import Chunks
@@ -277,7 +277,7 @@ class Snapshot:
 
     def close(self) -> None:
         """Closes the file if it was opened by path. Data that has been read stays."""
-        if self.file is not None and isinstance(self.file.file, OwnFile):
+        if self.file is not None and isinstance(self.file.file, OpenFile):
             self.file.file.close()
 
     def __enter__(self) -> Self:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import OwnFile, close, read_at, write_all
+from kvx_core.files import OpenFile, close, read_at, write_all
 from kvx_core.snapshot.chunk_file import (
     MAX_POSITION,
     ChunkFile,
     file_parts,
-    laid_out_as,
     opened_record,
     regular_size,
 )
@@ -98,15 +97,15 @@ def open_snapshot(
 ) -> ChunkFile:
     """The file of a snapshot, whose head has been read and checked.
 
-    Arguments and errors are those of Snapshot.open. A file that was opened by path is an OwnFile.
+    Arguments and errors are those of Snapshot.open. A file that was opened by path is an OpenFile.
     """
     if not isinstance(source, Path) and not hasattr(source, "fileno"):
         raise wrong("source", source, "a pathlib.Path, or a file open for reading")
-    file: BinaryIO
+    file: BinaryIO | OpenFile
     if isinstance(source, Path):
         name = str(source)
         try:
-            file = OwnFile(_opened(source, os.O_RDONLY))
+            file = OpenFile(_opened(source, os.O_RDONLY), 0)
         except (OSError, ValueError) as error:
             raise StoreError(f"{source} cannot be read: {error}") from None
     else:
@@ -114,7 +113,7 @@ def open_snapshot(
     try:
         return _read_head(file, name, secrets, max_header_bytes, num_tokens)
     except BaseException as error:
-        if isinstance(file, OwnFile):
+        if isinstance(file, OpenFile):
             file.close()
         if isinstance(error, EOFError):
             raise CorruptError(f"{name} became shorter while it was read") from None
@@ -124,7 +123,7 @@ def open_snapshot(
 
 
 def _read_head(
-    file: BinaryIO, name: str, secrets: Secrets, most: int, num_tokens: int | None
+    file: BinaryIO | OpenFile, name: str, secrets: Secrets, most: int, num_tokens: int | None
 ) -> ChunkFile:
     """most: bytes of the header"""
     size = regular_size(file, name)
@@ -151,8 +150,8 @@ def _read_head(
     num_bytes = kind.num_bytes(form.num_tokens)
     if num_bytes > min(form.num_pieces * MOST_BYTES, MAX_FILE_BYTES):
         raise CorruptError(f"{name} has tensors of {num_bytes} bytes in {form.num_pieces} pieces")
-    layout = kind.layout(form.num_tokens)
-    chunk = laid_out_as(file, kind, layout, secrets, name, size)
+    chunk = ChunkFile(file, kind, secrets, name, kind.layout(form.num_tokens), size)
+    chunk.check_size()
     chunk.check_head(head, None)
     return chunk
 
