@@ -20,7 +20,7 @@ from kvx_core.connector.plan import BlockIds, RequestId, Save, ScopedStores
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import Chunks, MemoryPool, Section, Snapshot, StoreError
-from kvx_core.stores.kinds import Heads, heads_of
+from kvx_core.stores.covers import Heads, heads_of
 from kvx_core.stores.prefix import PrefixStore
 
 # The sections of the first tokens of a request: blocks, number of tokens.

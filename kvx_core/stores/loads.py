@@ -158,6 +158,8 @@ class Loads:
         demand, wanted = self.kinds.demand, section.precisions
         for layer, found in wanted.items():
             least = self.format.precision if says_precision(section) else demand[layer]
+            if section.tokens is None:
+                least = self.kinds.states.coarsest
             wanted[layer] = found.meet(least)
         return [
             f"layer {layer} is stored as {part.precision}, expected numbers that include those of "

@@ -21,3 +21,9 @@ class Match:
 
     num_tokens: int
     spans: tuple[StoredSpan, ...]  # one after the other, from token 0
+    states: tuple[str, ...] = ()  # files that together hold the states of these tokens
+
+    @property
+    def names(self) -> list[str]:
+        """All files."""
+        return [*(name for span in self.spans for name in span.names), *self.states]
