@@ -376,9 +376,8 @@ class Policy:
     def _doubt(self, match: Match | None) -> None:
         """Asks the disk for the files of a match before memory answers again. Never raises."""
         if match is not None and self._index is not None:
-            for span in match.spans:
-                for name in span.names:
-                    self._index.doubt(name)
+            for name in match.names:
+                self._index.doubt(name)
 
     def _load(
         self,
@@ -468,10 +467,9 @@ class Policy:
         with self.boundary.guard(
             "found nothing for", f"request {request.request_id}", count="lookup_failures"
         ):
-            chain = self._chain(request, scope)
-            return self.lookups.ask(
-                request.request_id, self.stores[scope], chain, num_tokens, self.min_tokens
-            )
+            chain, store = self._chain(request, scope), self.stores[scope]
+            asked = num_tokens - store.has_states  # a state behind the last token is no use
+            return self.lookups.ask(request.request_id, store, chain, asked, self.min_tokens)
         return NOTHING
 
     def _finds_equals(self, scope: Scope) -> bool:

@@ -110,10 +110,11 @@ class Cover:
         _, wanted, gains = known
         if any(gain == wanted and is_there(kind) for kind, gain in gains):
             return True
+        lacking = wanted
         for kind, gain in gains:
-            if len(gain) < len(wanted) and gain & wanted and is_there(kind):
-                wanted = wanted - gain
-        return not wanted
+            if gain != wanted and gain & lacking and is_there(kind):
+                lacking = lacking - gain
+        return not lacking
 
     def _gains_of(
         self,

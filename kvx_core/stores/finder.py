@@ -56,18 +56,19 @@ class Finder:
             found = self._longest(parent, ids, at_least, key)
         return found
 
-    def ends(self, parent: str, ids: Ids, *, is_near: bool) -> Iterator[int]:
-        """How many first tokens of `ids` may have a state, the most first: all of them, and if it
-        is near, those of each rung and of each entry that goes on as `ids` do.
+    def ends(self, parent: str, ids: Ids, *, is_near: bool, since: int) -> Iterator[int]:
+        """How many first tokens of `ids` are asked for states, the most first: all of them, `since`
+        or more, and if it is near those of each rung and of entries that go on as `ids` do.
         """
         yield len(ids)
+        found = set(range(since, len(ids)))
         if is_near:
-            found = {i * self.chunk_tokens // RUNGS for i in range(1, RUNGS)}
+            found.update(i * self.chunk_tokens // RUNGS for i in range(RUNGS))
             space = self.kinds.record.name
             for shared, mark in self.entries.marked(space, parent, ids, self.chunk_tokens):
                 if shared == len(mark.ids):
                     found.add(shared)
-            yield from sorted((each for each in found if 0 < each < len(ids)), reverse=True)
+        yield from sorted((each for each in found if 0 < each < len(ids)), reverse=True)
 
     def states(self, parent: str, ids: Ids, key: str | None = None) -> tuple[str, ...]:
         """Good files that together hold all states of exactly these tokens; none: they do not.

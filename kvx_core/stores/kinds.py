@@ -27,7 +27,6 @@ _REFUSED_SECONDS = 1.0  # for so long a kind that cannot be taken is not read ag
 _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
 
 
-
 class Kinds:
     """The kinds of one space. Threads may share it."""
 

@@ -81,17 +81,23 @@ class ModelPlanes:
         if odd:
             _refuse(min(odd), "store" if min(odd) in self.kinds else "section")
 
-    def check_states(self, sections: Iterable[Section], states: Iterable[Section]) -> None:
-        """Raises InvalidArgumentError unless these states are all that layers of sections have."""
+    def check_load(
+        self, sections: Iterable[Section], states: Iterable[Section], stop: int, end: int
+    ) -> None:
+        """Raises unless tokens up to `stop` can be loaded into sections from a match of `end`.
+
+        states: all states of the sections
+        Raises InvalidArgumentError if layers lack states that the model has there; StoreError if
+        those of the match are not of so many tokens.
+        """
+        if not self.states or not stop:
+            return
         layers = {layer for section in sections for layer in section.layers}
         expected = {kind for kind in self.states if kind.layer in layers}
         lacking = expected - {kind for section in states for kind in kinds_of(section.view)}
         if lacking:
             _refuse(min(lacking), "store")
-
-    def check_stop(self, stop: int, end: int) -> None:
-        """Raises StoreError if tokens up to `stop` have no state in a match of `end` tokens."""
-        if self.states and stop != end:
+        if stop != end:
             raise StoreError(
                 f"stop is {stop}, expected {end}: the states of a match belong to all of its tokens"
             )

@@ -27,9 +27,18 @@ class ModelSections:
     def all_of(
         self, sections: Iterable[Section], *, states: bool = False, captured: bool = False
     ) -> list[Section]:
-        """What each section has of tokens, or its states; those that have none are left out."""
-        found = (self._of(section, states, captured) for section in sections)
-        return [section for section in found if section is not None]
+        """What each section has of tokens, or its states; those that have none are left out.
+
+        Raises InvalidArgumentError if none has any and they are to be captured, and as `_of`.
+        """
+        each = [self._of(section, states, captured) for section in sections]
+        found = [section for section in each if section is not None]
+        if captured and each and not found:
+            raise InvalidArgumentError(
+                f"sections have no {'states' if states else 'keys and values of tokens'}, expected "
+                f"some. Capture what they have with states={not states}"
+            )
+        return found
 
     def _of(self, section: Section, states: bool, captured: bool) -> Section | None:
         """The section with the fingerprint and heads of this model filled in.

@@ -144,8 +144,8 @@ class PrefixStore:
         self._sections = ModelSections(*of_model, self.is_lossy)
         self.windows = Windows.of(windows, num_layers)
         self._spaces = Spaces(blobs, self._secrets, own, accept, self.windows, about)
-        kinds, index = {"kinds": self._spaces.ids, "states": self._spaces.states}, Index()
-        marks = Marks(blobs, self._secrets, index, **kinds)
+        spaces, index = self._spaces, Index()
+        marks = Marks(blobs, self._secrets, index, spaces.ids, states=spaces.states)
         self._entries = Entries(blobs, self._secrets, marks, index)
         self._superseded = Superseded(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
@@ -265,13 +265,12 @@ class PrefixStore:
         """The longest prefix of `tokens` that is stored, exact to the token.
 
         An entry counts if accepted files together hold all its layers and heads, but for those that
-        `windows` leaves out before the last chunks; the most precise
-        files are chosen. Corrupt files do not count, and are deleted, those behind the first one
-        too. Files that cannot be read now, or are not signed with the store's key, do not count.
-        Entries that begin like the rest of the prompt are found by their marks: a lookup may miss
-        an eighth of a chunk where very many differ late. Where the model has states, the prefix is
-        the longest that has them too, see docs/store_format.md. Reads no keys or values.
-        Raises InvalidArgumentError if `tokens` are no integers.
+        `windows` leaves out before the last chunks; the most precise files are chosen. Where the
+        model has states, the prefix is the longest that has them too. Corrupt files do not count,
+        and are deleted, those behind the first one too. Files that cannot be read now, or are not
+        signed with the store's key, do not count. Entries that begin like the rest of the prompt
+        are found by their marks: a lookup may miss an eighth of a chunk where very many differ
+        late. Reads no keys or values. Raises InvalidArgumentError if `tokens` are no integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
         walk.go_on(self.finder)
@@ -475,15 +474,12 @@ class PrefixStore:
         arguments.check_range(start, stop, match.num_tokens)
         tokens = self._sections.all_of(sections)
         states = self._sections.all_of(sections, states=True)
-        if stop:
-            self._planes.check_states(sections, states)
-            self._planes.check_stop(stop, match.num_tokens)
-        of = self._entries, self._kinds, self.chunk_tokens, self._carried, self.format, self._rooms
-        loads, num_bytes = Loads(*of), 0
+        self._planes.check_load(sections, states, stop, match.num_tokens)
+        step, num_bytes = self.chunk_tokens, 0
+        loads = Loads(self._entries, self._kinds, step, self._carried, self.format, self._rooms)
         if states and stop:  # first: tokens are no use without them
-            first = (stop - 1) // self.chunk_tokens * self.chunk_tokens
-            span = StoredSpan(first, stop, stop - first, match.states)
-            num_bytes = loads.load([span], first, stop, states, stream, Progress())
+            span = match.span_of_states(step)
+            num_bytes = loads.load([span], span.start, stop, states, stream, Progress())
         progress = progress or Progress()
         return num_bytes + loads.load(match.spans, start, stop, tokens, stream, progress)
 

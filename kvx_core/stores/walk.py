@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.match import Match, StoredSpan
-from kvx_core.stores.names import Ids
+from kvx_core.stores.names import RUNGS, Ids
 from kvx_core.stores.token_chain import TokenChain
-
 
 _NEAR = 64  # chunks, in which states are asked for inside of chunks too
 
@@ -36,7 +35,7 @@ class Walk:
     # Of each: prefixes that end in it have to be as long, for all that their reader needs.
     _floors: list[int] = field(default_factory=list)
     _left: int = 0  # of the spans, those in which a state may be
-    _found: Match = Match(0, ())  # with states
+    _found: Match = field(default_factory=lambda: Match(0, ()))  # with states
 
     @property
     def num_found(self) -> int:
@@ -91,12 +90,15 @@ class Walk:
             self._at += shared
         self._is_cut = shared < len(rest) and finder.num_corrupt > num_corrupt
         return shared == step and self._at < self.num_tokens
+
     def _look_back(self, finder: Finder) -> None:
         """Asks for the states of prefixes that end in the last of the spans that are left."""
         i = self._left - 1
         span, least = self._spans[i], max(self._floors[i], self.at_least)
         node, ids = self.chain.node(i), self.chain.ids(span.start, span.stop)
-        for count in finder.ends(node, ids, is_near=len(self._spans) - i <= _NEAR):
+        is_near = len(self._spans) - i <= _NEAR
+        since = self._at - self.chain.chunk_tokens // RUNGS - span.start
+        for count in finder.ends(node, ids, is_near=is_near, since=since):
             stop, mine = span.start + count, ids[:count]
             if stop < least:
                 break

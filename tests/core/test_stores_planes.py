@@ -148,7 +148,7 @@ def test_what_stores_refuse(tmp_path: Path) -> None:
     states = store_in(tmp_path, source.planes())
     with pytest.raises(InvalidArgumentError, match=r"^section\.state_tokens is 40, expected 16: "):
         states.capture(TOKENS, 0, 16, section(source, state=True, tokens=40), states=True)
-    with pytest.raises(InvalidArgumentError, match="sections is empty"):
+    with pytest.raises(InvalidArgumentError, match="sections have no states, expected"):
         store.capture(TOKENS, 0, 16, section(source, state=False), states=True)
 
 
