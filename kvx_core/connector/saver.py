@@ -43,7 +43,8 @@ class _Part:
 
     def of(self, sections: Iterable[Section]) -> list[Section]:
         """What these sections have of the layers."""
-        held = [(s, [layer for layer in s.layers if layer in self.layers]) for s in sections]
+        mine = [s.states if self.states else s.tokens for s in sections]
+        held = [(s, [layer for layer in s.layers if layer in self.layers]) for s in mine if s]
         return [s if len(ls) == len(s.layers) else s.of(ls) for s, ls in held if ls]
 
 
