@@ -15,6 +15,7 @@ from kvx_core.stores.names import is_key
 from kvx_core.words import (
     Check,
     each_is_a,
+    flag,
     instance,
     int64,
     int64s,
@@ -88,6 +89,7 @@ CHUNK: dict[str, Check] = {
     "stop": int64,
     "node": or_none(node),
     "base": int64,
+    "states": flag,
 }
 
 

@@ -58,7 +58,7 @@ from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
 from kvx_core.stores.windows import Windows
 from kvx_core.types import DType
-from kvx_core.words import instance, int64, int64s, integer, items, takes
+from kvx_core.words import flag, instance, int64, int64s, integer, items, takes
 
 _LISTED_SECONDS = 1.0  # that writers take a list of kinds for right
 
@@ -399,7 +399,7 @@ class PrefixStore:
             held, start, stop, precision=precision, format=self.format, pool=pool, kind=kind
         )
 
-    @takes(sections=arguments.SECTIONS)
+    @takes(sections=arguments.SECTIONS, states=flag)
     def would_write(self, sections: Sequence[Section], *, states: bool = False) -> Kind:
         """The kind of the files that are captured from sections like these. Raises as `chunks`."""
         return self._captured(sections, states)[2]

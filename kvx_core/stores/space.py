@@ -125,7 +125,7 @@ class SpaceRecord:
 
     def planes_of(self, states: bool) -> list[PlaneKind]:
         """The states, or the planes of tokens."""
-        return [plane for plane in self.planes if states is not bool(plane.tokens_per_entry)]
+        return [plane for plane in self.planes if states != bool(plane.tokens_per_entry)]
 
     def salted(self, salt: str) -> Self:
         """The same for another salt."""

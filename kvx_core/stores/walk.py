@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.match import Match, StoredSpan
-from kvx_core.stores.names import RUNGS, Ids
+from kvx_core.stores.names import Ids
 from kvx_core.stores.token_chain import TokenChain
 
+_CLOSE = 16  # prefixes that end with the last tokens found, of which all are asked for states
 _NEAR = 64  # chunks, in which states are asked for inside of chunks too
 
 
@@ -97,7 +98,7 @@ class Walk:
         span, least = self._spans[i], max(self._floors[i], self.at_least)
         node, ids = self.chain.node(i), self.chain.ids(span.start, span.stop)
         is_near = len(self._spans) - i <= _NEAR
-        since = self._at - self.chain.chunk_tokens // RUNGS - span.start
+        since = self._at - _CLOSE - span.start + 1
         for count in finder.ends(node, ids, is_near=is_near, since=since):
             stop, mine = span.start + count, ids[:count]
             if stop < least:

@@ -156,4 +156,3 @@ def test_a_load_with_states_succeeds_or_fails_as_a_whole(tmp_path: Path) -> None
         ((_, first),) = worker.loader.take_results().failed
         assert first == start
         assert len(worker.log) == 1
-

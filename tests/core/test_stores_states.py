@@ -452,11 +452,21 @@ def test_a_longer_entry_takes_no_state_with_it() -> None:
             check_load(store_of(blobs, windows=None), prompt, match)
         key = found[0].spans[-1].names[0] if has_state else ""
         assert (key in blobs.files) is has_state
-    # A state that comes after its tokens are gone has no mark, but a name.
-    save_state(store, prompt[:18])
-    save_state(store, prompt[:23])
-    lookup = store_of(blobs, windows=None).lookup
-    assert [lookup(prompt[:n]).num_tokens for n in (19, 23, 26)] == [18, 23, 21]
+
+
+def test_a_state_without_tokens_of_its_own_has_a_name() -> None:
+    """A rung's is found from everywhere, others from close by; those with tokens are marked."""
+    blobs, prompt, chunk = InMemory(), [*range(60)], 64
+    store = store_of(blobs, chunk, windows=None)
+    save_tokens(store, prompt[:21])
+    for stop in (21, 24, 27):
+        save_state(store, prompt[:stop])
+    save_tokens(store, prompt)
+    found = store_of(blobs, chunk, windows=None)
+    lengths = [found.lookup(prompt[:n]).num_tokens for n in (60, 43, 42, 27, 26, 23, 20)]
+    assert lengths == [24, 24, 27, 27, 24, 21, 0]
+    blobs.delete(found.lookup(prompt[:24]).states[0])
+    assert store_of(blobs, chunk, windows=None).lookup(prompt).num_tokens == 21
 
 
 def test_a_state_that_comes_late_is_marked() -> None:
