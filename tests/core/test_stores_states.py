@@ -207,7 +207,7 @@ def test_hits_are_those_of_a_dict(seed: int, chunk: int) -> None:
     writer = store_of(blobs, chunk, windows=None)
     states: set[tuple[int, ...]] = set()  # all tokens before each
     exact, asked = 0, 0
-    for prompt, _ in zip(prompts(seed), range(45), strict=False):
+    for prompt, _ in zip(prompts(seed), range(35), strict=False):
         reader = store_of(blobs, chunk, windows=None)
         walk = reader.walk(reader.chain_of(prompt), len(prompt))
         walk.go_on(reader.finder)
@@ -229,7 +229,7 @@ def test_hits_are_those_of_a_dict(seed: int, chunk: int) -> None:
         for p in {p for p in ends if 0 < p <= len(prompt)}:
             save_state(writer, prompt[:p])
             states.add(tuple(prompt[:p]))
-    assert asked > 15
+    assert asked > 8
     assert exact == asked
 
 
@@ -250,8 +250,9 @@ def rule(there: set[Any], num_tokens: int, chunk: int, reach: int) -> int:
     return max((p for p in range(1, num_tokens + 1) if is_hit(p)), default=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"encryption_key": b"e" * 32, "key": b"k" * 32}])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("seed", "options"), [(1, {}), (2, {}), (3, {"encryption_key": b"e" * 32, "key": b"k" * 32})]
+)
 def test_hits_and_loads_are_those_of_the_rule(seed: int, options: dict[str, Any]) -> None:
     """Files of tokens, of a window and of states are deleted at random."""
     choose, blobs, chunk = random.Random(seed), InMemory(), 12
