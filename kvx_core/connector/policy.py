@@ -332,8 +332,9 @@ class Policy:
             self.forget(request_id)
 
     def handed_over(self, request_id: RequestId, num_computed_tokens: int) -> Save | None:
-        """What the store lacks of a running request, no tokens if it lacks none; None: it may not
-        be saved, its blocks are still being loaded, or a sliding window has left some of it.
+        """What the store lacks of a running request, no tokens if it lacks none, or perhaps their
+        states; None: it may not be saved, its blocks are still being loaded, or a sliding window
+        has left some of it.
 
         num_computed_tokens: as the engine counts them; drafts of the last step do not matter
         Raises StoreError.
@@ -350,7 +351,7 @@ class Policy:
         if tracked.has_gap or (stop > tracked.saved and self._gone(num_computed_tokens) > start):
             return None
         chain = self._chain(tracked.request, tracked.scope)
-        if stop > tracked.saved:
+        if stop > tracked.saved or (stop and self.stores[tracked.scope].has_states):
             return self._save_of(tracked, stop, chain)
         blocks = _lists(tracked.block_ids)
         return Save(request_id, tracked.scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
@@ -441,7 +442,7 @@ class Policy:
     def _save_of(
         self, tracked: _Tracked, stop: int, chain: TokenChain, *, final: bool = False
     ) -> Save:
-        start = tracked.saved - tracked.saved % self.chunk_tokens
+        start = min(tracked.saved, stop - 1) // self.chunk_tokens * self.chunk_tokens
         return Save(
             request_id=tracked.request.request_id,
             scope=tracked.scope,

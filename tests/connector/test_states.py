@@ -18,6 +18,7 @@ from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.stores import PrefixStore
 from tests.core.test_stores_states import (
+    PLANES,
     Machine,
     check_load,
     save_state,
@@ -138,6 +139,21 @@ def test_a_lookup_leaves_the_last_token_out(tmp_path: Path) -> None:
         while count is None:
             count = policy.lookup(request, 0)
         assert count == found
+
+
+def test_who_takes_a_request_over_asks_for_its_states(tmp_path: Path) -> None:
+    """Even if all its tokens are stored."""
+    request = SimpleNamespace(request_id="r", all_token_ids=TOKENS[:41], num_prompt_tokens=40)
+    boundary = Boundary([].append)
+    for planes, spans in ((PLANES, [(20, 16), (32, 16), (40, 32)]), ([], [(20, 20), (32, 32)])):
+        store = store_of(InMemory(), planes=planes)
+        policy = Policy(Scoped(store), boundary, Lookups(boundary), 16, asynchronous=True)
+        policy.allocated(request, ([],), 0)
+        for stop, start in spans:
+            policy.has_loaded("r", stop)
+            save = policy.handed_over("r", stop)
+            assert save is not None
+            assert (save.start, save.stop) == (start, stop)
 
 
 def test_a_load_with_states_succeeds_or_fails_as_a_whole(tmp_path: Path) -> None:

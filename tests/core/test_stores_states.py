@@ -33,10 +33,11 @@ from kvx_core import (
     describe,
 )
 from kvx_core.snapshot import CorruptError, Precision
+from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.index import Unknown
 from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
-from kvx_core.stores.names import RUNGS
+from kvx_core.stores.names import RUNGS, kind_name
 from kvx_core.stores.space import SpaceRecord
 from tests.core import store_reader
 from tests.core.sections import FACTS
@@ -592,3 +593,26 @@ def test_what_states_are_refused() -> None:
         with pytest.raises(StoreError, match=words):
             store.load(replace(match, states=states), 0, 16, dst.sections())
     dst.assert_same(Machine())
+
+
+def test_kinds_that_are_none_of_the_model_are_ignored() -> None:
+    """Of tokens and states together, of other planes, or of more heads than there are."""
+    prompt = [*range(16)]
+    held = Machine().put(prompt).sections(16)
+    (k, *_), state = held, held[4].view.planes[0]
+    narrow = replace(state, layer=0, shape=(3, KV_HEADS, 3))
+    mixed = replace(k, view=replace(k.view, planes=(narrow,)), state_tokens=16)
+    other = replace(held[4], view=replace(held[4].view, planes=(replace(state, role=50),)))
+    for sections, is_taken in (([held[4]], True), ([mixed], False), ([other], False)):
+        blobs = InMemory()
+        snapshot = Snapshot.capture(prompt, sections)
+        assert snapshot is not None
+        kind = Kind.of(snapshot.header.parts, snapshot.tensors, 16)
+        for state_heads in (STATE_HEADS, 2):
+            store = store_of(blobs, state_heads=state_heads)
+            name = kind_name(store._record.name, kind.id)
+            blobs.put(name, lambda file, text=kind.text: file.write(text))
+            store.kinds.refresh()
+            assert [one.id for one in store.kinds.all] == (
+                [kind.id] if is_taken and state_heads == STATE_HEADS else []
+            )
