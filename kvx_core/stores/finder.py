@@ -61,6 +61,8 @@ class Finder:
         or more, and if it is near those of each rung and of entries that go on as `ids` do.
         """
         yield len(ids)
+        if not self.kinds.states.asked():
+            return
         found = set(range(since, len(ids)))
         if is_near:
             found.update(i * self.chunk_tokens // RUNGS for i in range(RUNGS))

@@ -317,6 +317,11 @@ def test_a_walk_stops_and_goes_on_between_states() -> None:
     assert at_least.match.num_tokens == 0
 
 
+def rung_of(node: str) -> str:
+    """The first one of entries below a node."""
+    return hashlib.sha256(b"kvx rung" + bytes.fromhex(node)).hexdigest()
+
+
 class Counted(InMemory):
     """Counts names that are asked for."""
 
@@ -473,15 +478,33 @@ def test_a_state_without_tokens_of_its_own_has_a_name() -> None:
 
 def test_a_state_that_comes_late_is_marked() -> None:
     """A longer entry has its mark meanwhile, and its tokens are still there."""
-    blobs, prompt = InMemory(), [*range(31)]
-    store = store_of(blobs, windows=None)
+    blobs, prompt, chunk = InMemory(), [*range(60)], 64
+    store = store_of(blobs, chunk, windows=None)
     save_tokens(store, prompt[:21])
     save_tokens(store, prompt)
     save_state(store, prompt[:21])
-    assert store_of(blobs, windows=None).lookup(prompt[:24]).num_tokens == 21
-    store._superseded._clock = lambda: 1e12
-    store._superseded.drop()
-    assert store_of(blobs, windows=None).lookup(prompt[:24]).num_tokens == 21
+    for _ in range(2):
+        assert store_of(blobs, chunk, windows=None).lookup(prompt).num_tokens == 21
+        store._superseded._clock = lambda: 1e12
+        store._superseded.drop()
+
+
+def test_a_state_holds_no_rung_without_its_tokens() -> None:
+    """Which entries of tokens need: a mark that leads to none is free."""
+    blobs, prompt = InMemory(), [*range(21)]
+    for has_tokens in (True, False):
+        store = store_of(blobs, windows=None)
+        names = save_tokens(store, prompt)
+        save_state(store, prompt)
+        if not has_tokens:
+            blobs.delete(names[1, 0])
+            store._entries.marks._taken.forget(store._record.name, rung_of(store.nodes(prompt)[1]))
+        other = [*prompt[:16], 99 + has_tokens]  # of a token, which has one rung
+        save_tokens(store, other)
+        found = store_of(blobs, windows=None)
+        walk = found.walk(found.chain_of([*other, 5]), 18)
+        walk.go_on(found.finder)
+        assert walk.num_found == (16 if has_tokens else 17)
 
 
 @pytest.mark.parametrize("at", [40, -1])
