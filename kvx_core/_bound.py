@@ -246,6 +246,18 @@ def append(keys: Any, values: Any) -> Callable[..., bool] | None:
     return function or None
 
 
+def read_file() -> Callable[..., tuple[int, int, int]]:
+    """(folder, path, least, most, views) -> (handle, size, bytes read): opens a regular file for
+    reading and marks it as used. Fills the views, a tuple of at most 64 writable buffers, with its
+    first bytes if its size is `least` to `most`. The GIL is free meanwhile.
+
+    folder: a handle, or AT_FDCWD; path: bytes, relative to it or absolute, without a symbolic link
+    Returns minus an errno in place of a handle or of bytes; ENXIO for what is no regular file.
+    """
+    function: Callable[..., tuple[int, int, int]] = _library().kvx_python_read_file()
+    return function
+
+
 def identity() -> Callable[..., bytes | int]:
     """Address, device, dtype, shape and strides of up to 4 tensors or None, as bytes."""
     tensors = _torch_type()
@@ -309,6 +321,8 @@ def _library() -> Any:
     library.kvx_python_in_place.restype = py_object
     library.kvx_python_append.argtypes = (POINTER(_TensorType), POINTER(_HeldTensor), py_object)
     library.kvx_python_append.restype = py_object
+    library.kvx_python_read_file.argtypes = ()
+    library.kvx_python_read_file.restype = py_object
     for name in ("write", "layers", "gather", "migrate", "plan"):
         getattr(library, f"kvx_python_{name}").restype = py_object
     return library

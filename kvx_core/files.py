@@ -6,13 +6,18 @@ Source: Linux include/uapi/linux/magic.h; man 2 statfs, f_type
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
+import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
 
 # That one preadv or writev takes. Source: Linux include/uapi/linux/uio.h, UIO_MAXIOV
 _MOST_PARTS = 1024
@@ -49,6 +54,56 @@ class ReadFile(io.FileIO):
     def close(self) -> None:
         with suppress(OSError):
             super().close()
+
+
+class OpenFile:
+    """A file that is open for reading. It closes itself when it is no longer referenced.
+
+    num_bytes: that it had when it was opened
+    """
+
+    __slots__ = ("_handle", "num_bytes")
+
+    def __init__(self, handle: int, num_bytes: int) -> None:
+        self._handle, self.num_bytes = handle, num_bytes
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def close(self) -> None:
+        if (handle := self.release()) >= 0:
+            close(handle)
+
+    def release(self) -> int:
+        """The handle, which the caller closes now."""
+        handle, self._handle = self._handle, -1
+        return handle
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def first_bytes(handle: int, views: Sequence[Buffer], least: int, most: int) -> OpenFile:
+    """A file that has been opened, which it now owns, and its first bytes.
+
+    views: filled as far as the file goes if it has `least` to `most` bytes
+    Raises OSError, ENXIO if it is no regular file.
+    """
+    found = OpenFile(handle, 0)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ENXIO, "no regular file")
+    found.num_bytes = status.st_size
+    if least <= found.num_bytes <= most:
+        with suppress(EOFError):
+            read_at(handle, [memoryview(view) for view in views], 0)
+    return found
 
 
 def read_at(handle: int, views: Sequence[memoryview], offset: int) -> None:

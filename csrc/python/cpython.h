@@ -22,6 +22,19 @@ typedef struct PyMethodDef {
 
 enum { METH_FASTCALL = 0x0080 };
 
+// In the stable ABI since 3.11.
+typedef struct Py_buffer {
+  void *buf;
+  PyObject *obj;
+  Py_ssize_t len, itemsize;
+  int readonly, ndim;
+  char *format;
+  Py_ssize_t *shape, *strides, *suboffsets;
+  void *internal;
+} Py_buffer;
+
+enum { PyBUF_WRITABLE = 1 };
+
 extern PyObject _Py_NoneStruct;
 
 inline bool is_none(PyObject *object) { return object == &_Py_NoneStruct; }
@@ -34,6 +47,10 @@ PyObject *PyTuple_Pack(Py_ssize_t size, ...);
 PyObject *PyTuple_GetItem(PyObject *tuple, Py_ssize_t index);
 PyObject *PyCapsule_New(void *pointer, const char *name, PyCapsule_Destructor destructor);
 void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
+Py_ssize_t PyTuple_Size(PyObject *tuple);
+char *PyBytes_AsString(PyObject *bytes);
+int PyObject_GetBuffer(PyObject *object, Py_buffer *buffer, int flags);
+void PyBuffer_Release(Py_buffer *buffer);
 PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t num_bytes);
 PyObject *PyBool_FromLong(long value);
 PyObject *PyLong_FromLong(long value);

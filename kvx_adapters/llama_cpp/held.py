@@ -26,8 +26,6 @@ def positions_held(memory: Memory, view: CacheView, sequence: int) -> range:
     Raises InvalidArgumentError where tokens in the middle were removed and none moved up.
     """
     found = memory.positions(sequence)
-    if not found:
-        return found
     every, windows = memory.state_bytes(sequence), memory.state_bytes(sequence, windows=True)
     # A model with windows has two caches. Of the windows' a state has what they still see.
     seen, window = found, view.facts.window or 0

@@ -136,7 +136,7 @@ def _layer(half: Tensor, i: int, layout: str) -> tuple[Tensor, Layout]:
 def _split(host_pool: Any) -> int:
     """Views that a page_unified pool needs."""
     groups, of_group = host_pool.kv_buffer.shape[1], host_pool.kv_buffer.shape[5]
-    return groups if groups > 1 and of_group > 1 else 1
+    return groups if of_group > 1 else 1
 
 
 def _unified(half: Tensor, count: int, group: int) -> tuple[Tensor, Layout]:

@@ -174,7 +174,10 @@ def numbers(name: str, given: Rows) -> list[int]:
 
 
 def _page_ids(req_to_token: Tensor, rows: Rows, counts: list[int], page: int) -> Tensor:
-    """The page of each token, int32, after a check that token t is in place t % page of its."""
+    """The page of each token, int32, after a check that token t is in place t % page of its.
+
+    None is in the padded page, whose first place is slot 0.
+    """
     slots = request_slots(req_to_token, rows, counts)
     ids = slots // page
     places = [torch.arange(count, device=slots.device) for count in counts]
@@ -186,11 +189,5 @@ def _page_ids(req_to_token: Tensor, rows: Rows, counts: list[int], page: int) ->
             f"token {int(tokens[i])} of a request has slot {int(slots[i])}, expected place "
             f"{int(tokens[i]) % page} of its page of {page} tokens. Give the page_size of the "
             "pool, or move by slots: request_slots"
-        )
-    if bool((ids == PADDED_PAGE).any()):
-        i = int((ids == PADDED_PAGE).nonzero()[0])
-        raise InvalidArgumentError(
-            f"token {int(tokens[i])} of a request has slot {int(slots[i])} in page 0, expected at "
-            f"least slot {page}: that page is of padded tokens. Give the page_size of the pool"
         )
     return ids.int()

@@ -177,7 +177,7 @@ def _overrides(model: Any) -> dict[str, Any]:
     if callable(overrides):
         found = {"config": without_rope(as_json(model.hf_config.to_dict()))}
     else:
-        found = dict(overrides or {})
+        found = dict(overrides)
         if "rope_parameters" in found and _is_applied(found, model.hf_text_config):
             found = without_rope(found)
     text = model.hf_text_config

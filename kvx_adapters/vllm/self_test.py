@@ -158,7 +158,7 @@ class _Reader:
         self.k_scale, self.v_scale = layer.k_scale, layer.v_scale
         self.factors: tuple[Tensor | float, Tensor | float] = (1.0, 1.0)
         # Slightly above each code of FP8: an op that truncates stores the same as one that rounds.
-        self.nudge = 1 + 1 / 32 if self.is_values and desc.k.dtype.itemsize == 1 else 1.0
+        self.nudge = 1 + 1 / 32 if desc.k.dtype.itemsize == 1 else 1.0
         if self.nudge > 1 and self.k_scale is None:
             self.k_scale = scale_desc(k_scale)
             self.v_scale = None if desc.v is None else scale_desc(v_scale)

@@ -66,7 +66,7 @@ class Lookups:
     ) -> Match | None:
         """What the store has of the first tokens of a chain; None: ask again later.
 
-        at_least: shorter matches need not be found
+        at_least: at least 1; shorter matches need not be found
         """
         lookup = self._pending.get(request_id)
         if lookup is not None and (
@@ -82,12 +82,12 @@ class Lookups:
             match = self._answer(request_id, lookup)
         if match is not None:
             self._durations.append(time.monotonic() - begun)
-            is_hit = match.num_tokens >= max(at_least, 1)
+            is_hit = match.num_tokens >= at_least
             if is_hit:
                 self._num_hits += 1
             else:
                 self._num_misses += 1
-            self._count_repeat(chain, num_tokens, max(at_least, 1), is_hit=is_hit)
+            self._count_repeat(chain, num_tokens, at_least, is_hit=is_hit)
         return match
 
     def _count_repeat(

@@ -164,7 +164,7 @@ class Saver:
         It waits for at most shutdown_seconds. Returns whether all tokens of `save` are stored: not
         those that have left a sliding window.
         """
-        begin, stored = time.perf_counter(), 0
+        begin = time.perf_counter()
         with self._saving(save):
             copied = self._reserve(save)
             copied.fill(copied.missing)
@@ -172,8 +172,8 @@ class Saver:
             for error in self._writer.commit(copied.store, copied.snapshots):
                 if error is not None:
                     raise error
-            stored = _num_tokens(copied.snapshots)
-            self._counts.add(saved_tokens=stored, save_seconds=time.perf_counter() - begin)
+            seconds, stored = time.perf_counter() - begin, _num_tokens(copied.snapshots)
+            self._counts.add(saved_tokens=stored, save_seconds=seconds)
             if copied.refused is not None:
                 raise copied.refused
         return self._writer.threads.wait(self._settings.shutdown_seconds) and self._has(save)

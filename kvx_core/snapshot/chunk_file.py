@@ -10,17 +10,17 @@ import stat
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import read_at, write_all
+from kvx_core.files import OpenFile, read_at, write_all
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Part
 from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError
-from kvx_core.snapshot.file_layout import FileLayout
+from kvx_core.snapshot.file_layout import FileLayout, Selection
 from kvx_core.snapshot.kind import MAX_TOKENS, Kind
 from kvx_core.snapshot.memory import Bytes, in_threads
 from kvx_core.snapshot.pieces import MOST_BYTES, Group, Range
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvx_core.snapshot.secrets import Secrets
 
 _MAX_POSITION = 1 << 62
+_MOST_VIEWS = 60  # of those that BlobStore.fetch fills
 _of_thread = threading.local()
 _PLAIN = Sealing(b"", None, None)
 
@@ -111,7 +112,7 @@ def _encoded(coding: str, views: Sequence[Buffer]) -> Sequence[Buffer]:
 class ChunkFile:
     """A file of a kind that is open; the caller closes it."""
 
-    file: BinaryIO
+    file: BinaryIO | OpenFile
     kind: Kind
     secrets: Secrets
     name: str  # for messages
@@ -147,57 +148,48 @@ class ChunkFile:
         fingerprint: of the model, which the file does not say
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
-        parts = self.kind.with_fingerprint(fingerprint)
-        return self._read(layers, room, parts, is_open=True)
-
-    def _read(
-        self,
-        layers: Sequence[int],
-        room: Room | None,
-        parts: tuple[Part, ...],
-        *,
-        is_open: bool,
-        key: str | None = None,
-    ) -> Snapshot:
-        """is_open: the head has been read; else it is read together with data, if that is short"""
-        layout = self.layout
-        room = Room(layout.num_tokens) if room is None else room
-        selection = layout.selection(layers, room.num_tokens)
-        place, groups = selection.place, selection.groups
-        if not is_open and (layout.num_bytes > MOST_BYTES or not groups or groups[0].first):
-            self._open(key)
-            is_open = True
-        at, memory = room.take(place.num_bytes)
+        room = Room(self.num_tokens) if room is None else room
+        wanted = Wanted.of(self.kind, self.num_tokens, layers, room, fingerprint)
+        at, memory = room.take(wanted.selection.place.num_bytes)
         try:
-            if not is_open:
-                self._read_group(groups[0], memory, key, is_open=False)
-                groups = groups[1:]
-            if groups:
-                slow = 0 if self._sealing is _PLAIN and layout.is_direct else layout.num_bytes
-                in_threads(lambda group: self._read_group(group, memory), groups, slow)
-            snapshot = Snapshot(
-                Header(self.start, self.parent, parts),
-                self.tokens,
-                place.tensors,
-                memory,
-                room=room,
-                at=at,
-                place=place,
-                name=self.name,
-            )
-            for scale in selection.scales:
-                if not are_good(snapshot.array(scale)):
-                    raise CorruptError(f"{self.name}: {scale} has a number that is no scale")
+            self.read_groups(wanted.selection.groups, memory.data)
+            return self.snapshot(wanted, room, at, memory)
         except BaseException:
             room.give_back(at)
             raise
+
+    def snapshot(self, wanted: Wanted, room: Room, at: int, memory: Bytes) -> Snapshot:
+        """What has been read into memory that a room has given at `at`."""
+        place, record = wanted.selection.place, self._record
+        snapshot = Snapshot(
+            Header(record.start, record.parent.hex(), wanted.parts),
+            record.tokens,
+            place.tensors,
+            memory,
+            room=room,
+            at=at,
+            place=place,
+            name=self.name,
+        )
+        for scale in wanted.selection.scales:
+            if not are_good(snapshot.array(scale)):
+                raise CorruptError(f"{self.name}: {scale} has a number that is no scale")
         return snapshot
+
+    def check_size(self) -> None:
+        """Raises CorruptError if no file of its kind and number of tokens is as long."""
+        layout = self.layout
+        if not layout.least_bytes <= self.num_bytes <= layout.most_bytes:
+            raise CorruptError(
+                f"{self.name} has {self.num_bytes} bytes, expected {layout.least_bytes} to "
+                f"{layout.most_bytes} for {layout.num_tokens} tokens of kind {self.kind.id}"
+            )
 
     def _open(self, key: str | None) -> None:
         """Reads the head."""
         head = bytearray(self.layout.head.num_bytes)
         self._read_at([memoryview(head)], 0)
-        self._check_head(head, key)
+        self.check_head(head, key)
 
     def _read_at(self, views: Sequence[memoryview], offset: int) -> None:
         try:
@@ -207,7 +199,7 @@ class ChunkFile:
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
 
-    def _check_head(self, head: bytearray, key: str | None) -> None:
+    def check_head(self, head: bytearray, key: str | None) -> None:
         """Takes the record from the head; checks both. Raises CorruptError, StoreError."""
         layout, kind, name = self.layout, self.kind, self.name
         num_bytes = self.num_bytes - len(head)
@@ -240,35 +232,35 @@ class ChunkFile:
             raise CorruptError(f"{name} has the tokens of {record.key}")
         self._record, self._sealing = record, sealing
 
-    def _read_group(
-        self, group: Group, memory: Bytes, key: str | None = None, *, is_open: bool = True
-    ) -> None:
-        """Reads pieces, and checks each; with the head, if that is not open."""
-        layout, view = self.layout, memory.data
-        unwanted = memoryview(bytearray(group.unwanted_bytes))
-        last = group.first + len(group.ranges)
-        buffer = unwanted
-        if layout.is_direct:
-            data = _views(group.runs, view, unwanted)
-        else:
-            most = min(group.num_bytes, self.num_bytes - layout.head.num_bytes)
-            size = sum(self._record.sizes[group.first : last]) if is_open else most
-            buffer = _buffer()
-            data = [buffer[:size]]
-        if is_open:
+    def read_groups(self, groups: Sequence[Group], view: memoryview) -> None:
+        """Reads pieces into the memory of a snapshot, and checks each."""
+        if not groups:
+            return
+
+        def read(group: Group) -> None:
+            last = group.first + len(group.ranges)
+            size = sum(self._record.sizes[group.first : last])
+            data, other = data_of(self.layout, group, view, size)
             self._read_at(data, self._offset(group.first))
-        else:
-            head = bytearray(layout.head.num_bytes)
-            self._read_at([memoryview(head), *data], 0)
-            self._check_head(head, key)
-        at = 0
+            self.check_group(group, view, other)
+
+        slow = 0 if self._sealing is _PLAIN and self.layout.is_direct else self.layout.num_bytes
+        in_threads(read, groups, slow)
+
+    def check_group(self, group: Group, view: memoryview, other: memoryview) -> None:
+        """Checks pieces that have been read; decrypts and decodes them into `view`.
+
+        other: as data_of returns it
+        """
+        layout, sealing, checks, at = self.layout, self._sealing, self._record.checks, 0
+        unwanted = other if layout.is_direct else memoryview(bytearray(group.unwanted_bytes))
         for index, ranges in enumerate(group.ranges, group.first):
-            targets, check = _views(ranges, view, unwanted), self._record.checks[index]
+            targets = _views(ranges, view, unwanted)
             if layout.is_direct:
-                good = self._sealing.is_good(check, targets)
+                good = sealing.is_good(checks[index], targets)
             else:
                 size = self._record.sizes[index]
-                good = self._open_piece(index, buffer[at : at + size + TAG_BYTES], targets)
+                good = self._open_piece(index, other[at : at + size + TAG_BYTES], targets)
                 at += size
             if not good:
                 names = ", ".join(each.tensor for each in layout.pieces[index].slices)
@@ -318,8 +310,52 @@ def _buffer() -> memoryview:
     return found
 
 
+def data_of(
+    layout: FileLayout, group: Group, view: memoryview, size: int
+) -> tuple[list[memoryview], memoryview]:
+    """Where the bytes of a group are read to, and for check_group what is not in `view`: memory of
+    this thread for bytes that are not in memory as they are in the file, or of what nobody wants.
+
+    size: of its pieces in the file
+    """
+    if layout.is_direct:
+        unwanted = memoryview(bytearray(group.unwanted_bytes))
+        return _views(group.runs, view, unwanted), unwanted
+    buffer = _buffer()
+    return [buffer[:size]], buffer
+
+
 def _views(ranges: Sequence[Range], wanted: memoryview, other: memoryview) -> list[memoryview]:
     return [(wanted if of_wanted else other)[begin:end] for begin, end, of_wanted in ranges]
+
+
+class Wanted(NamedTuple):
+    """What is read of files of one kind and number of tokens: the same for all of them."""
+
+    kind: Kind
+    layout: FileLayout
+    selection: Selection
+    parts: tuple[Part, ...]  # of their snapshots
+    with_head: bool  # the first group is read with the head
+
+    @classmethod
+    def of(
+        cls, kind: Kind, num_tokens: int, layers: Sequence[int], room: Room, fingerprint: str | None
+    ) -> Self:
+        """layers: of the kind; room: that they go to; fingerprint: see ChunkFile.read
+
+        Raises StoreError if files of so many tokens are too long.
+        """
+        layout = kind.layout(num_tokens)
+        selection = layout.selection(layers, room.num_tokens)
+        first = selection.groups[:1]
+        with_head = (
+            layout.num_bytes <= MOST_BYTES
+            and bool(first)
+            and not first[0].first
+            and len(first[0].runs) < _MOST_VIEWS
+        )
+        return cls(kind, layout, selection, kind.with_fingerprint(fingerprint), with_head)
 
 
 def open_chunk(
@@ -345,27 +381,6 @@ def open_chunk(
     return chunk
 
 
-def read_chunk(
-    file: BinaryIO,
-    kind: Kind,
-    secrets: Secrets,
-    *,
-    name: str,
-    key: str | None = None,
-    blank: Snapshot,
-    layers: Sequence[int] | None = None,
-    room: Room | None = None,
-) -> Snapshot:
-    """open_chunk and ChunkFile.read in as few calls of the system as can be.
-
-    blank:  what the file is expected to be, from Kind.blank
-    layers: None: all of the file
-    """
-    chunk = _sized(file, kind, secrets, name, len(blank.tokens))
-    layers = kind.layers if layers is None else layers
-    return chunk._read(layers, room, blank.header.parts, is_open=False, key=key)
-
-
 def _sized(
     file: BinaryIO, kind: Kind, secrets: Secrets, name: str, num_tokens: int | None
 ) -> ChunkFile:
@@ -380,13 +395,9 @@ def _sized(
         num_tokens = said_tokens(file, name)
         if status.st_size < kind.least_bytes(num_tokens):
             raise CorruptError(f"{name} has {status.st_size} bytes, and {num_tokens} tokens")
-    layout = kind.layout(num_tokens)
-    if not layout.least_bytes <= status.st_size <= layout.most_bytes:
-        raise CorruptError(
-            f"{name} has {status.st_size} bytes, expected {layout.least_bytes} to "
-            f"{layout.most_bytes} for {num_tokens} tokens of kind {kind.id}"
-        )
-    return ChunkFile(file, kind, secrets, name, layout, status.st_size)
+    chunk = ChunkFile(file, kind, secrets, name, kind.layout(num_tokens), status.st_size)
+    chunk.check_size()
+    return chunk
 
 
 def said_tokens(file: BinaryIO, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,9 +57,9 @@ def laid_out(
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
     """[work(item) for item in items], in several threads if num_bytes is large."""
-    num_threads = min(os.cpu_count() or 1, _MAX_THREADS, len(items))
-    if num_bytes < _THREADED_BYTES or num_threads < 2:
+    if num_bytes < _THREADED_BYTES or len(items) < 2 or _num_cpus() < 2:
         return [work(item) for item in items]
+    num_threads = min(_num_cpus(), _MAX_THREADS, len(items))
     results: list[Any] = [None] * len(items)
 
     def work_on(first: int) -> None:
@@ -75,6 +75,11 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) ->
     for other in others:
         other.result()
     return results
+
+
+@cache
+def _num_cpus() -> int:
+    return os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)

@@ -8,8 +8,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import TYPE_CHECKING
 
-from kvx_core.files import close
+from kvx_core import _bound
+from kvx_core.files import OpenFile, close, first_bytes
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO waits for a writer.
@@ -31,6 +36,7 @@ _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
+_read_file = _bound.read_file()
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
@@ -51,12 +57,37 @@ def open_beneath(root: int, path: str, flags: int) -> int:
     return open_by_folders(root, path, flags) if handle is None else handle
 
 
-def open_without_links(path: str, flags: int) -> int | None:
-    """Opens a path of which no word is a symbolic link; None: the kernel has no call for that.
+def fetch_beneath(
+    root: int | None, path: str, views: tuple[Buffer, ...], least: int, most: int
+) -> OpenFile | None:
+    """Opens a regular file, marks it as used and fills `views` with its first bytes: in one call
+    where the kernel can.
 
-    Raises OSError: ELOOP if a word is one.
+    root: None: the path is that of a file to which no link leads
+    Returns None if the kernel has no call for that path, or a link is on it.
+    Raises OSError, ENXIO if it is no regular file.
     """
-    return _open(_CURRENT, path, flags)
+    handle, size, count = _read_file(
+        _CURRENT if root is None else root, os.fsencode(path), least, most, views
+    )
+    if handle >= 0:
+        found = OpenFile(handle, size)
+        if count < 0:
+            raise OSError(-count, os.strerror(-count), path)
+        wanted = sum(len(memoryview(view)) for view in views)
+        if least <= size <= most and count < min(size, wanted):
+            found.num_bytes = count  # it has become shorter
+        return found
+    if root is None and -handle in (errno.ELOOP, errno.ENOTDIR):
+        return None  # a link leads there now, or the root is a file
+    if -handle not in _UNAVAILABLE:
+        raise OSError(-handle, os.strerror(-handle), path)
+    if root is None:
+        return None
+    opened = open_by_folders(root, path, FILE)
+    with suppress(OSError):  # it may be another user's
+        os.utime(opened)
+    return first_bytes(opened, views, least, most)
 
 
 def _open(folder: int, path: str, flags: int) -> int | None:

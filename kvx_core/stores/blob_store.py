@@ -5,16 +5,21 @@ Names and contents of the files are decided elsewhere: docs/store_format.md.
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.files import OpenFile, first_bytes
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.stores.usage import Usage
 from kvx_core.words import instance
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
 
 MAX_WORDS = 8  # of a name
 _WORD = re.compile(r"(?!\.)[ -.0-~]+")
@@ -67,6 +72,23 @@ class BlobStore(ABC):
     @abstractmethod
     def delete(self, name: str) -> None:
         """Deletes the file if it exists. Raises StoreError."""
+
+    def fetch(
+        self, name: str, views: tuple[Buffer, ...], least: int = 0, most: int = -1
+    ) -> OpenFile | None:
+        """`open`, and the first bytes of the file at once.
+
+        views: at most 64, filled as far as the file goes if it has `least` to `most` bytes
+        None and errors are those of `open`; StoreError also if it cannot be read.
+        """
+        file = self.open(name)
+        if file is None:
+            return None
+        try:
+            with file:
+                return first_bytes(os.dup(file.fileno()), views, least, most)
+        except OSError as error:
+            raise StoreError(f"{self.path_of(name)} cannot be read: {error}") from error
 
     def put_all(self, files: Sequence[tuple[str, Write]]) -> list[Put]:
         """`put` for each name and `write`: what it returns, or the StoreError that it raises."""

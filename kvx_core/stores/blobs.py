@@ -12,16 +12,16 @@ from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import ReadFile, close, syncs_together
+from kvx_core.files import OpenFile, ReadFile, close, syncs_together
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.beneath import (
     ABSENT,
-    FILE,
     FOLDER,
     allocated,
+    fetch_beneath,
     open_beneath,
     remove_beneath,
 )
@@ -33,6 +33,9 @@ from kvx_core.stores.root import MODES, Group, Root
 from kvx_core.stores.temporary import Temporaries, delete_if_abandoned, is_temporary
 from kvx_core.stores.usage import Usage
 from kvx_core.words import instance, integer, one_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
 
 _MAX_NAMES = 1 << 16  # that `names` returns
 _FEW = 4  # files, from which on it is quicker to sync them together
@@ -175,31 +178,32 @@ class Directory(BlobStore):
 
     def open(self, name: str) -> BinaryIO | None:
         """As BlobStore.open."""
+        found = self.fetch(name, ())
+        if found is None:
+            return None
+        opened = ReadFile(found.release())
+        opened.name = self.path_of(name)
+        return opened
+
+    def fetch(
+        self, name: str, views: tuple[Buffer, ...], least: int = 0, most: int = -1
+    ) -> OpenFile | None:
+        """As BlobStore.fetch."""
         check_name(name)
         try:
-            file = self._root.open_file(name)
-            if file is None:
+            path = self._root.path_of(name)
+            found = None if path is None else fetch_beneath(None, path, views, least, most)
+            if found is None:
                 root = self._open_root(name, "read")
                 try:
-                    file = open_beneath(root, name, FILE)
+                    found = fetch_beneath(root, name, views, least, most)
                 finally:
                     close(root)
-            try:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
-                    close(file)
-                    return None
-                opened = ReadFile(file)
-            except BaseException:
-                close(file)
-                raise
         except OSError as error:
             if error.errno in _NO_FILE:
                 return None
             raise self._failure(name, "read", error) from error
-        opened.name = self.path_of(name)
-        with suppress(OSError):  # it may be another user's
-            os.utime(file)  # now, by the clock of the file system, which all machines share
-        return opened
+        return found
 
     def names(self, folder: str) -> list[str]:
         """As BlobStore.names; empty for a folder that cannot be read.

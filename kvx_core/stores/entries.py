@@ -5,17 +5,17 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import BinaryIO
 
-from kvx_core.snapshot import CorruptError, Precision, StoreError
-from kvx_core.snapshot.chunk_file import open_chunk
+from kvx_core.snapshot import CorruptError, Precision, Room, Snapshot, StoreError
+from kvx_core.snapshot.chunk_file import Wanted
+from kvx_core.snapshot.chunk_reads import is_chunk, read_chunk
 from kvx_core.snapshot.errors import OtherKeyError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.index import Index, Unknown
 from kvx_core.stores.marks import Mark, Marks
-from kvx_core.stores.names import Ids, entry_name
+from kvx_core.stores.names import EntryName, Ids, entry_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,10 @@ class Entries:
         try:
             if self.index.is_good(name):
                 return self.is_there(name)
-            file = self.blobs.open(name)
-            if file is None:
+            fetch, secrets = self.blobs.fetch, self.secrets
+            if not is_chunk(fetch, kind, secrets, name=name, key=key, num_tokens=num_tokens):
                 self.index.missed(name)
                 return False
-            with file:
-                open_chunk(file, kind, self.secrets, name=name, key=key, num_tokens=num_tokens)
         except CorruptError:
             self.discard(name)
             return False
@@ -73,23 +71,30 @@ class Entries:
         if not (self.secrets.is_keyed or self.secrets.is_encrypted):
             return False
         try:
-            file = self.blobs.open(name)
-            if file is not None:
-                with file:
-                    open_chunk(file, kind, self.secrets, name=name, num_tokens=num_tokens)
+            fetch, secrets = self.blobs.fetch, self.secrets
+            is_chunk(fetch, kind, secrets, name=name, key=None, num_tokens=num_tokens)
         except OtherKeyError:
             return True
         except (StoreError, MemoryError):
             pass
         return False
 
-    def opened(self, name: str) -> BinaryIO:
-        """The file, which the caller closes. Raises StoreError if it does not exist."""
-        file = self.blobs.open(name)
-        if file is None:
-            self.index.missed(name)
-            raise StoreError(f"{name} is not in the store (any more)")
-        return file
+    def read(self, name: EntryName, wanted: Wanted, room: Room) -> Snapshot:
+        """What an entry has of what is wanted, in memory of a room. A corrupt file is deleted.
+
+        Raises StoreError.
+        """
+        try:
+            found = read_chunk(
+                self.blobs.fetch, wanted, self.secrets, name=name.name, key=name.key, room=room
+            )
+        except CorruptError:
+            self.discard(name.name)
+            raise
+        if found is None:
+            self.index.missed(name.name)
+            raise StoreError(f"{name.name} is not in the store (any more)")
+        return found
 
     def marked(
         self, space: str, parent: str, ids: Ids, chunk_tokens: int

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kvx_core.snapshot import (
     VALUES,
-    CorruptError,
     Nulls,
     Part,
     Precision,
@@ -23,7 +22,7 @@ from kvx_core.snapshot import (
     can_join,
     restore_all,
 )
-from kvx_core.snapshot.chunk_file import read_chunk
+from kvx_core.snapshot.chunk_file import Wanted
 from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.kinds import Kinds
@@ -49,9 +48,8 @@ class _Source(NamedTuple):
 
     number: int  # of the file in the span
     kind: Kind
-    blank: Snapshot  # without data
     takers: list[Section]
-    layers: tuple[int, ...]  # that they take
+    wanted: Wanted  # of the layers that they take
 
 
 class _Plan(NamedTuple):
@@ -105,11 +103,16 @@ class Loads:
         return found, kind
 
     def sources(
-        self, span: StoredSpan, kinds: Sequence[Kind], sections: Sequence[Section]
+        self,
+        span: StoredSpan,
+        kinds: Sequence[Kind],
+        sections: Sequence[Section],
+        room: Room,
     ) -> tuple[_Source, ...]:
         """The files that the sections need; everything is checked that can be without them.
 
         kinds: of the files
+        room:  that they go to
         Raises StoreError.
         """
         sources: list[_Source] = []
@@ -117,13 +120,15 @@ class Loads:
             takers = [section for section in sections if _meet(kind, section)]
             if not takers:
                 continue
-            blank = _blank(kind, span.num_entry_tokens, self.kinds.record.fingerprint)
+            num_tokens, fingerprint = span.num_entry_tokens, self.kinds.record.fingerprint
+            blank = _blank(kind, num_tokens, fingerprint)
             for section in takers:
                 if reasons := self._unfit(blank, section):
                     raise StoreError(f"{span.names[i]}: {'; '.join(reasons)}")
             wanted = {layer for section in takers for layer in section.layers}
             layers = tuple(layer for layer in kind.layers if layer in wanted)
-            sources.append(_Source(i, kind, blank, takers, layers))
+            part = Wanted.of(kind, num_tokens, layers, room, fingerprint)
+            sources.append(_Source(i, kind, takers, part))
         taken = [source.kind for source in sources]
         for section in sections:
             for layer in section.layers:
@@ -236,29 +241,14 @@ class _Load:
         takes: which sections have some of its tokens
         """
         takers = [section for section, is_one in zip(self.sections, takes, strict=True) if is_one]
-        sources = self.of.sources(span, kinds, takers)
-        of_entry, of_room = span.num_entry_tokens, self.room.num_tokens
-        num_bytes = sum(one.kind.memory_for(of_entry, one.layers, of_room) for one in sources)
+        sources = self.of.sources(span, kinds, takers, self.room)
+        num_bytes = sum(one.wanted.selection.place.num_bytes for one in sources)
         coarser = frozenset(each for kind in kinds for each in self.of.kinds.coarser(kind))
         return _Plan(sources, num_bytes, coarser)
 
     def _read_file(self, source: _Source, name: EntryName, span: StoredSpan) -> Snapshot:
         entries = self.of.entries
-        with entries.opened(name.name) as file:
-            try:
-                snapshot = read_chunk(
-                    file,
-                    source.kind,
-                    entries.secrets,
-                    name=name.name,
-                    key=name.key,
-                    blank=source.blank,
-                    layers=source.layers,
-                    room=self.room,
-                )
-            except CorruptError:
-                entries.discard(name.name)
-                raise
+        snapshot = entries.read(name, source.wanted, self.room)
         if snapshot.header.start != span.start:
             raise StoreError(
                 f"{name.name} holds tokens from {snapshot.header.start}, expected {span.start}"

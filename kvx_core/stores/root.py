@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -11,12 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvx_core.files import close
-from kvx_core.stores.beneath import (
-    FILE,
-    make_folders,
-    open_without_links,
-    sync_folder,
-)
+from kvx_core.stores.beneath import make_folders, sync_folder
 
 Group = Literal["none", "read", "write"]
 
@@ -53,20 +47,9 @@ class Root:
             self._look_at(status)
         return root
 
-    def open_file(self, name: str) -> int | None:
-        """A handle of a file in it, with one call of the system; None: that cannot be, since a
-        symbolic link leads to the directory, nobody has looked at it yet, or it is a file.
-
-        Raises OSError.
-        """
-        if self._looked_at is None or self._has_links:
-            return None
-        try:
-            return open_without_links(f"{self.path}/{name}", FILE)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                raise
-        return None
+    def path_of(self, name: str) -> str | None:
+        """The path of a file in it; None: links may lead there, or nobody has looked at it yet."""
+        return None if self._has_links or self._looked_at is None else f"{self.path}/{name}"
 
     def make(self) -> None:
         """Makes the directory as `group` says and its parents as the umask says, and syncs them.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mlx_lm.models.cache import KVCache
 
 from kvx_adapters import flashinfer, llama_cpp, mlx, onnxruntime, sglang
 from kvx_core import InvalidArgumentError
@@ -33,6 +34,11 @@ def onnx_facts(**given: Any) -> Any:
 def mlx_facts(**given: Any) -> Any:
     own = {"rotary_dim": 64, "num_layers": 4, "num_kv_heads": 2}
     return mlx.cache_facts(rotary="half", **(own | given))
+
+
+def room_of_mlx(num_tokens: int) -> None:
+    sizes = {"batch_size": 1, "num_kv_heads": 2, "head_dim": 64}
+    mlx.reserve([KVCache()], num_tokens=num_tokens, **sizes)
 
 
 def lengths_of_flashinfer(page_size: int) -> Any:
@@ -68,6 +74,7 @@ def pages_of_tokens(page_size: int) -> Any:
         (mlx_facts, "num_layers", 1),
         (mlx_facts, "num_kv_heads", 1),
         (mlx_facts, "window", 0),
+        (room_of_mlx, "num_tokens", 1),
         (lengths_of_flashinfer, "page_size", 1),
         (pages_of_flashinfer, "page_size", 1),
         (pages_of_sglang, "page_size", 1),
@@ -85,8 +92,17 @@ def test_windows_are_none_unless_said() -> None:
     assert llama_facts().first_layer == 0
 
 
+def test_engines_have_a_version_only_if_it_is_given() -> None:
+    names = {"mlx-lm": mlx_facts, "onnxruntime": onnx_facts}
+    for name, facts in names.items():
+        assert (facts().engine, facts(version="1.2").engine) == (name, f"{name} 1.2")
+
+
 def test_keys_that_do_not_turn_have_no_rotary_dims() -> None:
     """Whatever the metadata says beside."""
     found = llama_facts(rope_type=-1)
     assert (found.rotary, found.rotary_dim) == ("none", 0)
+    assert (found.hadamard, found.hadamard_k, found.hadamard_v) == (False, None, None)
+    turned = llama_facts(rotation=llama_cpp.Rotation(64, 0))
+    assert (turned.hadamard, turned.hadamard_k, turned.hadamard_v) == (True, 64, 0)
     assert llama_facts(rope_type=2).rotary_dim == 64

@@ -75,6 +75,7 @@ def test_there_and_back() -> None:
     assert fi.seq_lens(indptr, last, PAGE).to_numpy().tolist() == LENGTHS
     empty = fi.page_table([], [], PAGE)
     assert fi.block_table(*empty[:2]).seq_count == 0
+    assert fi.seq_lens(empty[0], empty[2], PAGE).to_numpy().tolist() == []
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -98,6 +99,7 @@ def ints(*numbers: int) -> Tensor:
     ("call", "error"),
     [
         (lambda: fi.block_table(ints(0, 3, 2), INDICES), "kv_indptr[2] is 2, expected at l"),
+        (lambda: fi.block_table(ints(0, 0, 2, 1), INDICES), "kv_indptr[3] is 1, expected at l"),
         (lambda: fi.block_table(ints(1, 3), INDICES), "kv_indptr begins with [1], expected"),
         (lambda: fi.block_table(ints(), INDICES), "kv_indptr begins with [], expected 0"),
         (lambda: fi.block_table(ints(0, 9), INDICES), "kv_indptr[1] is 9, expected at most"),
@@ -111,7 +113,10 @@ def ints(*numbers: int) -> Tensor:
         (lambda: fi.page_table([[1]], [5], 4), "rows[0] has 1 pages, expected 2 for its 5"),
         (lambda: fi.page_table([[1]], [], 4), "lengths has 0 entries, expected 1, one per"),
         (lambda: fi.cache_desc(pool("NHD"), "TRT"), "kv_layout is 'TRT', expected 'NHD' or"),
+        (lambda: fi.cache_desc(pool("NHD"), ["NHD"]), "kv_layout is ['NHD'], expected 'NHD' or"),
         (lambda: fi.cache_desc(pool("NHD")[:, 0], "NHD"), "paged_kv_cache has the shape (1"),
+        (lambda: fi.cache_desc(torch.zeros(3, 1, 4, 2, 8), "NHD"), "has the shape (3, 1, 4, 2, 8)"),
+        (lambda: fi.cache_desc(torch.zeros(3, 3, 4, 2, 8), "NHD"), "has the shape (3, 3, 4, 2, 8)"),
     ],
 )  # fmt: skip
 def test_refusals(call: Any, error: str) -> None:

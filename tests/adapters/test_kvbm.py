@@ -307,6 +307,12 @@ def test_other_refusals() -> None:
     assert refusal(lambda: kvbm.block_to_operational(blocks, wrong_inner)) == (
         "operationals[0].shape[2] is 59, expected nt * nh * hd = 60 of chunks (4, 3, 5) (spec E.15)"
     )
+    for some, none in ((blocks, []), ([], universals)):
+        with pytest.raises(InvalidArgumentError, match="expected"):
+            kvbm.block_to_universal(some, none)
+    assert refusal(lambda: kvbm.block_to_universal(tuple(blocks), universals[0])).startswith(
+        "universals is a Tensor, expected a list with an entry per block"
+    )
     strided = [torch.zeros(2, 2, 120, dtype=torch.float16)[:, :, ::2] for _ in range(3)]
     assert refusal(lambda: kvbm.block_to_operational(blocks, strided)) == (
         "operationals[0].stride[2] is 2, expected 1: `inner` is one axis (spec E.15)"

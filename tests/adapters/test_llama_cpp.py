@@ -344,6 +344,18 @@ def test_k_alone_may_be_rotated() -> None:
     assert np.abs(v.v.owner - want.v.owner).max() < ERROR["Q8_0"]
 
 
+def test_a_copy_without_the_rotation_needs_no_fingerprint() -> None:
+    """Both ends are of one context."""
+    context = Context(tiny(), k_dtype="Q8_0", v_dtype="Q8_0", flash_attention=True)
+    context.run(tiny_model.prompt(6))
+    span = context.span()
+    nameless = replace(
+        span, view=replace(span.view, facts=replace(span.view.facts, fingerprint=None))
+    )
+    copies = [llama_cpp.unrotated(each, [6], context.rotation) for each in (span, nameless)]
+    assert np.array_equal(*(copy.layers[0].k.owner for copy in copies))
+
+
 def test_a_rotation_that_is_not_that_of_the_cache_is_refused() -> None:
     context = Context(tiny())
     context.run([0] * 6)

@@ -253,6 +253,25 @@ def test_tokens_that_were_removed_from_the_beginning() -> None:
     assert are_equal(in_state(raw_state(there)), before)
     migrate(context.span(), other.span(), [15])
     assert list(in_state(raw_state(other))[0][0]) == list(range(5, 20))
+    last = context.span()
+    context.remove(0)  # what is gone begins nowhere
+    with pytest.raises(OutOfRangeError, match="src holds 0 tokens of sequence 0"):
+        migrate(last, dst, [15])
+
+
+def test_a_span_says_where_sequences_begin_if_it_has_all_their_cells() -> None:
+    context = Context(tiny(), num_sequences=2, unified=True)
+    context.run([1, 2, 3], 0)
+    context.run([4, 5], 1)
+    view, cells = context.cache(), context.cells
+    for count, begins in ((3, [0, 0]), (2, None)):
+        some = {0: cells[0][:count], 1: cells[1]}
+        found = llama_cpp.span(view, some, memory=context.memory).first_positions
+        assert (found if found is None else np.asarray(found).tolist()) == begins
+
+
+def test_cells_of_tokens_are_slots() -> None:
+    assert np.asarray(llama_cpp.slot_mapping([3, 1, 7]).owner).tolist() == [3, 1, 7]
 
 
 def test_a_view_of_some_layers_holds_what_all_do() -> None:

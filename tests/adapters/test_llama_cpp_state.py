@@ -142,6 +142,11 @@ def test_files(tmp_path: Path) -> None:
     assert made.data.tobytes() == stored
 
 
+def test_the_most_tokens_of_a_state() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"num_tokens is .*, expected 1 to 2147483647"):
+        new(2**31)
+
+
 def test_a_sequence_without_tokens() -> None:
     context = Context(tiny())
     context.run([1, 2])

@@ -599,6 +599,32 @@ def test_facts_say_what_was_given() -> None:
     assert facts(tiny()).window == 0
 
 
+def test_one_layer() -> None:
+    layer = run(KVCache(), 2)
+    desc = adapter.cache_desc(layer)
+    assert (desc.k.shape, desc.v.shape) == ((2, HEADS, 256, DIM),) * 2
+    assert (desc.k.data, desc.v.data) == (borrow(layer.keys).data, borrow(layer.values).data)
+    assert adapter.num_kept(layer) == 0
+
+
+def test_quantized_arrays_that_mlx_would_copy_are_refused() -> None:
+    layer = run(QuantizedKVCache(64, 8))
+    packed, *beside = layer.values
+    apart = mx.contiguous(packed.transpose(0, 1, 3, 2)).transpose(0, 1, 3, 2)
+    mx.eval(apart)
+    layer.values = (apart, *beside)
+    with pytest.raises(UnsupportedError, match=r"values\[0\] is strided so that MLX copies it"):
+        viewed(layer)
+
+
+def test_only_quantized_layers_have_scales() -> None:
+    plain, packed = run(KVCache()), run(QuantizedKVCache(64, 8))
+    for layer in (plain, packed):
+        view = adapter.cache_view([layer], facts(tiny(), quantized=layer is packed))
+        beside = (view.k_scales, view.v_scales, view.k_zeros, view.v_zeros)
+        assert all((found is not None) is (layer is packed) for found in beside)
+
+
 def test_facts_of_quantized_layers_are_lossy() -> None:
     assert facts(tiny(), quantized=True).lossy == "u8_bias"
     assert facts(tiny()).lossy is None

@@ -55,6 +55,14 @@ def test_the_view_is_the_engines_memory() -> None:
     assert (written[3:] == 0).all()
 
 
+def test_one_layer() -> None:
+    given = buffers()
+    key, value = given["past_key_values.1.key"], given["past_key_values.1.value"]
+    desc = adapter.cache_desc(key, value)
+    assert desc.k.shape == (1, 2, 8, 64)
+    assert (desc.k.data, desc.v.data) == (key.ctypes.data, value.ctypes.data)
+
+
 def buffers(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = dict(adapter.reserve(session(tiny()), batch_size=1, num_tokens=8))
     return found | changes
@@ -69,6 +77,7 @@ def buffers(**changes: Any) -> dict[str, Any]:
         ),
         (np.zeros((1, 3, 8, 64), np.float32), r"of shape \(1, 3, 8, 64\), expected F32"),
         (np.zeros((2, 8, 64), np.float32), r"of shape \(2, 8, 64\), expected F32"),
+        (np.zeros((1, 2, 8), np.float32), r"of shape \(1, 2, 8\), expected F32"),
     ],
 )
 def test_buffers_are_compared_with_the_session(given: Any, message: str) -> None:
@@ -202,6 +211,9 @@ def test_facts() -> None:
     assert (found.rotary, found.window) == ("interleaved", 16)
     none = adapter.cache_facts(**sizes, do_rotary=False, rotary_interleaved=False, rotary_dim=0)
     assert none.rotary == "none"
+    assert (none.engine, found.engine) == ("onnxruntime",) * 2
+    with pytest.raises(InvalidArgumentError, match="do_rotary is 2, expected"):
+        adapter.cache_facts(**sizes, do_rotary=2, rotary_interleaved=False, rotary_dim=8)
     with pytest.raises(InvalidArgumentError, match="rotary_dim is 0 and do_rotary is True"):
         adapter.cache_facts(**sizes, do_rotary=True, rotary_interleaved=False, rotary_dim=0)
 

@@ -180,6 +180,7 @@ def test_tables_and_lengths() -> None:
     assert (table.seq_count, table.max_blocks_per_seq) == (2, 2)
     lengths = adapter.seq_lens(np.array([40, 0], np.int32), np.array([0, 1, 4], np.int32))
     assert lengths.to_numpy().tolist() == [41, 3]
+    assert adapter.seq_lens([40, 0], [0, 0, 0]).to_numpy().tolist() == [40, 0]
     assert np.asarray(table.owner).tolist() == [[5, 2], [9, -1]]
     for begins in ([0, 2], [0, 2, 4], [1, 3], [0, 2, 1, 3], [0, 3, 2, 3], []):
         error = rf"block_indices_begins is {re.escape(str(begins))}, expected to rise from 0 to 3"
@@ -308,6 +309,8 @@ def model_of(kind: ov.Type, shape: list[int]) -> Any:
             "input key_cache.0 is u4, expected one of f32, f16, bf16, u8",
         ),
         (ov.Type.f32, [-1, 2, -1, 64], "only the first, the blocks, is open"),
+        (ov.Type.f32, [-1, -1, 32, 64], "only the first, the blocks, is open"),
+        (ov.Type.f32, [-1, 2, 32, 0], r"with 32 x 0 elements .* expected 32 x \(head_dim \+ 0\)"),
         (ov.Type.f32, [-1, 2, 16, 64], r"with 16 x 64 elements .* expected 32 x \(head_dim \+ 0\)"),
         (ov.Type.u8, [-1, 2, 32, 72], r"with 32 x 72 elements .* expected 40 x \(head_dim \+ 0\)"),
     ],
@@ -315,6 +318,11 @@ def model_of(kind: ov.Type, shape: list[int]) -> Any:
 def test_other_caches_are_refused(kind: ov.Type, shape: list[int], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         adapter.cache_inputs(model_of(kind, shape))
+
+
+def test_the_least_head_dim() -> None:
+    found = adapter.cache_inputs(model_of(ov.Type.f32, [-1, 2, 32, 1]))
+    assert [one.head_dim for one in found.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("size", [0, 32, 64])

@@ -21,6 +21,7 @@ from kvx_core import (
     CacheDesc,
     CacheSpan,
     CacheView,
+    DType,
     InvalidArgumentError,
     Layout,
     OutOfRangeError,
@@ -481,10 +482,23 @@ def test_facts() -> None:
     assert (facts.engine, facts.num_layers, facts.first_layer) == ("sglang 0.5.23", 2, 4)
     assert (facts.rope_applied, facts.total_kv_heads) == (True, 6)
     assert sglang.cache_facts(mha()).rope_applied is None
+    assert sglang.cache_facts(mha()).engine == "sglang"
+    given = {torch.bfloat16: DType.BF16, torch.float8_e5m2: None}
+    assert [sglang.cache_facts(mha(dtype=dtype)).compute_dtype for dtype in given] == [
+        *given.values()
+    ]
+
+
+def test_scales_in_tensors_are_not_copied() -> None:
+    factors = [torch.tensor([0.5]), torch.tensor(0.25)]
+    view = view_of(mha(dtype=torch.float8_e5m2), k_scales=factors, v_scales=[None, 2.0])
+    assert view.k_scales is not None
+    assert [one and one.data for one in view.k_scales] == [one.data_ptr() for one in factors]
 
 
 def test_block_tables_are_those_of_kvx() -> None:
     requests = Requests([20], page=16, pages=7, seed=1)
+    assert sglang.request_slots(requests.table, [], []).tolist() == []
     table = sglang.block_table(requests.table, requests.rows, [20], page_size=16)
     assert isinstance(table, BlockTable)
 

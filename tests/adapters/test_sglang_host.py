@@ -171,7 +171,7 @@ def test_pages_of_fp8(layout: str, seed: int) -> None:
 
 
 @every_seed
-@pytest.mark.parametrize(("heads", "groups"), [(3, 1), (3, 3), (4, 2), (1, 1)])
+@pytest.mark.parametrize(("heads", "groups"), [(3, 1), (3, 3), (2, 2), (4, 2), (1, 1)])
 def test_page_unified_is_one_view_or_one_of_each_group(heads: int, groups: int, seed: int) -> None:
     """[page, group, layer, K or V, token, head of the group, dim]: by PageUnifiedLayout."""
     pool = mha(heads=heads)

@@ -211,6 +211,8 @@ def test_tokens_behind_the_window_are_refused() -> None:
     mapping[65] = 4
     found: Any = sliding.slots(torch.tensor([65, 8])).owner
     assert found.tolist() == [4, 9]
+    mapping[9] = 1  # of a pool whose pages have one token
+    assert sliding.slots(torch.tensor([9])).owner.tolist() == [1]
     for slot in (-1, 0, 66):
         with pytest.raises(InvalidArgumentError, match=rf"slots\[0\] is {slot}, which has no slot"):
             sliding.slots(torch.tensor([slot]))
@@ -218,6 +220,20 @@ def test_tokens_behind_the_window_are_refused() -> None:
         sglang.layer_groups(pool, SAME_MODEL)
     with pytest.raises(UnsupportedError, match=r"pool is a SWAKVPool.*use layer_groups"):
         sglang.cache_view(pool, SAME_MODEL)
+
+
+def test_a_pool_of_windows_alone_has_one_group() -> None:
+    pool = windows()
+    pool.layers_mapping = {0: (0, True), 3: (1, True)}
+    (group,) = sglang.layer_groups(pool, SAME_MODEL, window=12)
+    assert (group.layers, group.window) == ((0, 3), 12)
+
+
+def test_layers_that_share_their_place_are_refused() -> None:
+    pool = windows()
+    pool.layers_mapping = {0: (0, True), 1: (0, False), 2: (0, False), 3: (1, True)}
+    with pytest.raises(UnsupportedError, match=r"pool are at \[0, 0\], expected 0 to 1: pools of"):
+        sglang.layer_groups(pool, SAME_MODEL, window=12)
 
 
 def test_scales_go_to_the_layers_of_each_group() -> None:

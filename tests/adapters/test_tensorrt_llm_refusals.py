@@ -298,6 +298,11 @@ OFFSETS = torch.zeros(2, 6, 2, 8, dtype=torch.int32)
             r"^kv_cache_block_offsets is \(2, 6, 2, 1, 8\) of torch.int32, expected \(num_pools,",
         ),
         (
+            lambda: trt.block_table(OFFSETS[:, :, :1], 0),
+            InvalidArgumentError,
+            r"^kv_cache_block_offsets is \(2, 6, 1, 8\) of torch.int32, expected \(num_pools,",
+        ),
+        (
             lambda: trt.block_table(OFFSETS.long(), 0),
             InvalidArgumentError,
             r"^kv_cache_block_offsets is \(2, 6, 2, 8\) of torch.int64, expected \(num_pools,",

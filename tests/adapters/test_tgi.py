@@ -431,6 +431,8 @@ def test_facts() -> None:
         compute_dtype=DType.F16,
         negative_slots="wrap",
     )
+    fp8 = replace(spec, dtype=torch.float8_e4m3fn)
+    assert tgi.cache_facts(fp8).compute_dtype is None
     unknown = tgi.cache_facts(spec)
     assert (unknown.rotary, unknown.rope_applied, unknown.first_layer) == (None, None, None)
     none = tgi.cache_facts(spec, rotary="none", rotary_dim=0)

@@ -486,6 +486,11 @@ def test_weights_that_are_quantised_when_they_are_loaded(saved: Path) -> None:
     assert hf.model_record(model, saved).quantization is None
 
 
+def test_angles_that_do_not_depend_on_the_length(saved: Path) -> None:
+    model = load(saved)
+    assert hf.model_record(model, saved, num_tokens=10**6) == hf.model_record(model, saved)
+
+
 def test_angles_that_depend_on_the_length(saved: Path) -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model = load(saved, rope_parameters=dynamic)

@@ -7,6 +7,7 @@ keys turn: two equal tokens have equal keys but for their rotation.
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,21 @@ def test_what_is_not_known_has_a_reason(name: str, fields: dict[str, Any], reaso
     )
     facts = hf.cache_facts(model, allow_unknown=True)
     assert (facts.rotary, facts.rotary_dim, facts.rope_applied) == (None, None, None)
+
+
+def test_functions_that_turn_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama")
+    kind = type(model.model.layers[0].self_attn)
+    module = sys.modules[kind.__module__]
+    monkeypatch.setattr(module, "apply_rope_too", lambda q, k: (q, k), raising=False)
+
+    def other(self: Any, q: Any, k: Any) -> Any:
+        return apply_rope_too(q, k)  # type: ignore[name-defined]  # noqa: F821
+
+    monkeypatch.setattr(kind, "other", other, raising=False)
+    reason = "turns keys by apply_rope_too, apply_rotary_pos_emb, expected one function"
+    with pytest.raises(UnsupportedError, match=reason):
+        hf.cache_facts(model)
 
 
 def test_rotary_embeddings_of_two_widths_are_not_known() -> None:
@@ -539,6 +555,13 @@ def test_slots_of_a_mask_that_is_shorter_than_the_cache() -> None:
     span = hf.cache_view(cache, SAME_MODEL).at(slots=hf.slot_mapping(torch.ones(2, 5)))
     with pytest.raises(OutOfRangeError, match=r"src holds 5 tokens of sequence 0 .* at least 10"):
         migrate(span, hf.cache_view(other, SAME_MODEL), [5, 5])
+
+
+def test_a_model_of_states_alone_has_no_geometry() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    with pytest.raises(UnsupportedError):
+        hf.geometry(model, batch_size=1, num_tokens=3)
 
 
 def test_an_offloaded_cache_is_refused() -> None:

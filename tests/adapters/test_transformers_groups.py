@@ -58,6 +58,7 @@ def models() -> dict[str, Any]:
         "windows": model("Mistral", sliding_window=WINDOW),
         "mixed": model("Qwen2", **mixed),
         "full": model("Llama"),
+        "part of a page": model("Mistral", sliding_window=WINDOW - 2),
     }
 
 
@@ -287,7 +288,7 @@ def store(cache: PagedAttentionCache, request_id: str, past: int, key: Tensor) -
     return found
 
 
-@pytest.mark.parametrize("name", ["full", "windows", "mixed"])
+@pytest.mark.parametrize("name", ["full", "windows", "mixed", "part of a page"])
 @pytest.mark.parametrize("num_tokens", [6, 19])
 def test_paged(models: dict[str, Any], name: str, num_tokens: int) -> None:
     """Tokens of two requests, written by the cache's own indices, come out; others go in, and its
@@ -351,6 +352,9 @@ def test_a_request_is_asked_what_it_holds(models: dict[str, Any]) -> None:
         with pytest.raises(OutOfRangeError, match=f"src holds {13 - first} tokens of sequence 0"):
             migrate(full.span([state], [first], [14 - first]), dsts[0], [14 - first])
     migrate(full.span(["a"], [0], [14]), dsts[0], [14])
+    both = full.span([state, "a"], [0, 0], [13, 14])
+    assert both.view.holds is not None
+    assert both.view.holds() == [13, 14]
     span = windows.span([state], [5], [8])
     migrate(span, dsts[1], [8])
     with pytest.raises(OutOfRangeError, match=r"src holds 7 tokens of sequence 0 .* at least 8"):

@@ -131,13 +131,14 @@ def test_a_cache_of_the_caller_is_filled_and_keeps_its_tokens() -> None:
     "change",
     [
         lambda cache: cache.crop(-4),
+        lambda cache: (cache.batch_repeat_interleave(3), cache.crop(-4)),
         lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
         lambda cache: cache.batch_repeat_interleave(2),
         lambda cache: cache.batch_select_indices(torch.tensor([1])),
         lambda cache: cache.reset(),
         lambda cache: None,
     ],
-    ids=["crop", "reorder", "repeat", "select", "reset", "nothing"],
+    ids=["crop", "crop six", "reorder", "repeat", "select", "reset", "nothing"],
 )
 def test_what_transformers_does_to_its_cache(change: Any) -> None:
     """The same as to its own, and the tokens that follow."""
@@ -162,6 +163,21 @@ def test_what_transformers_does_to_its_cache(change: Any) -> None:
         keys, values = layer.kv_cache.packed_keys(), layer.kv_cache.packed_values()
         assert torch.equal(keys, layer.keys.transpose(1, 2).flatten(2))
         assert torch.equal(values, layer.values.transpose(1, 2).flatten(2))
+
+
+def test_a_cache_that_offloads_its_layers_keeps_them() -> None:
+    past = transformers.DynamicCache(config=model_of("llama").config)
+    past.offloading = True
+    hf.packed.pack_layers(past)
+    assert not any(hasattr(layer, "kv_cache") for layer in past.layers)
+
+
+def test_a_cache_without_tokens_is_reordered() -> None:
+    past = transformers.DynamicCache(config=model_of("llama").config)
+    hf.packed.pack_layers(past)
+    past.layers[0].lazy_initialization(*torch.zeros(2, 1, KV_HEADS, 1, DIM))
+    past.reorder_cache(torch.tensor([0]))
+    assert [layer.kv_cache.seq_len for layer in past.layers] == [0] * LAYERS
 
 
 def test_such_a_cache_is_an_end_of_a_migration() -> None:
@@ -199,6 +215,12 @@ def test_models_that_it_refuses() -> None:
     t5 = transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     with pytest.raises(UnsupportedError, match="with an encoder or latent attention, expected a"):
         hf.use_packed(transformers.T5ForConditionalGeneration(t5))
+    latent = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    deepseek = transformers.DeepseekV2Config(
+        **(SIZES | latent | {"head_dim": 4, "q_lora_rank": None})
+    )
+    with pytest.raises(UnsupportedError, match=r"^model is a DeepseekV2ForCausalLM, with an enc"):
+        hf.use_packed(transformers.DeepseekV2ForCausalLM(deepseek))
     vit = transformers.ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )

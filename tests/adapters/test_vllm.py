@@ -445,6 +445,19 @@ def test_disagreement_is_refused(fields: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
+def test_padded_pages_of_one_head_lie_apart_in_every_order() -> None:
+    page = N * 2 * D
+    spec = make_spec("LHBNC", num_kv_heads=1, num_layers=1, page_size_bytes=2 * page + 64)
+    raw = torch.zeros(B * (page + 32), dtype=torch.bfloat16)
+    cache = raw.as_strided((B, 1, N, 2 * D), (page + 32, 1, 2 * D, 1))
+    assert vllm.cache_desc(cache, spec).k.stride[0] == page + 32
+
+
+def test_a_cache_without_blocks() -> None:
+    spec = make_spec(num_blocks=0)
+    assert [vllm.cache_desc(one, spec).num_blocks for one in by_permutation(spec)[1]] == [0] * L
+
+
 def test_padded_pages_have_no_kernel_blocks() -> None:
     _, (kv_cache,) = by_permutation(make_spec(num_layers=1))
     fields = {"num_layers": 1, "num_blocks": 3, "block_size": 2 * N}
@@ -493,6 +506,13 @@ def test_cache_view_needs_a_spec_per_layer() -> None:
 def rows_of(table: Any) -> list[list[int]]:
     owner = torch.as_tensor(table.owner)
     return owner.tolist()
+
+
+def test_scales_are_given_for_every_layer() -> None:
+    spec = make_spec(dtype=torch.uint8, kv_cache_dtype="fp8")
+    caches = by_permutation(spec)[1]
+    with pytest.raises(InvalidArgumentError, match="v_scales has 1 entries, expected 3, one per l"):
+        vllm.cache_view(caches, spec, SAME_MODEL, k_scales=[1.0] * L, v_scales=[1.0])
 
 
 def test_block_table_is_not_copied() -> None:

@@ -272,6 +272,9 @@ def test_layers_with_other_numbers_of_heads(
         get_total_num_kv_heads=lambda: 8,
     )
     assert vllm.model_refusal(model) == ""
+    for name in ("is_hybrid", "is_attention_free"):
+        other = SimpleNamespace(**(vars(model) | {name: True}))
+        assert vllm.model_refusal(other) == "layers keep a state"
     assert [vllm.total_kv_heads(model, layer) for layer in range(2)] == expected
     assert vllm.total_kv_heads(model) == expected[0]
     for layer, total in enumerate(expected):
@@ -414,6 +417,16 @@ def test_aiter_calls_itself_flash_attn() -> None:
     assert rocm.groups()[0].specs[0].backend == "ROCM_AITER_FA"
 
 
+@pytest.mark.parametrize("name", ["_use_interleaved_v_cache", "_shuffle_kv_layout"])
+def test_an_impl_that_writes_tokens_of_v_in_groups(name: str) -> None:
+    found = engine([(names(0), full())])
+    impl = found.layers[names(0)[0]].impl = SimpleNamespace(**{name: False})
+    assert not found.groups()[0].specs[0].interleaved_v
+    setattr(impl, name, True)
+    with pytest.raises(UnsupportedError, match="FLASH_ATTN keeps V in groups of tokens of 16 byt"):
+        found.groups()
+
+
 def test_mla_group() -> None:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -440,7 +453,8 @@ def test_before_0_29_the_layout_is_an_argument() -> None:
             SimpleNamespace(shared_by=[name], offset=0, block_stride=0) for name in names(0, 1)
         ],
     )
-    layers = {name: attention(spec) for name in names(0, 1)}
+    isas = {names(0)[0]: {"isa": "vec"}, names(1)[0]: {"impl": SimpleNamespace(isa="vec16")}}
+    layers = {name: attention(spec, **isas[name]) for name in names(0, 1)}
     with pytest.raises(
         InvalidArgumentError, match="kv_cache_layout is None, expected the resolved"
     ):
@@ -451,6 +465,8 @@ def test_before_0_29_the_layout_is_an_argument() -> None:
         group, {name: cache.transpose(1, 2) for name, cache in caches.items()}, CacheFacts(), layers
     )
     assert kernel_blocks == 1
+    assert [spec.num_layers for spec in group.specs] == [1, 1]
+    assert [spec.isa for spec in group.specs] == ["vec", "vec16"]
     assert view.layers[0].k.stride == (N * H * 2 * D, 2 * D, H * 2 * D, 1)
 
 
@@ -535,6 +551,20 @@ def test_rows_of_bytes_are_named_and_not_mixed() -> None:
         mixed.groups()
 
 
+def test_scales_of_the_layers_that_have_them_in_the_cache() -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    whole = full(dtype=torch.int8, state_content_bytes=2 * (D + 4))
+    specs = {names(0)[0]: full(), names(1)[0]: whole}
+    both = UniformTypeKVCacheSpecs(block_size=N, kv_cache_specs=specs)
+    mixed = engine([(names(0, 1), both)], name="TRITON_ATTN")
+    mixed.layers[names(1)[0]].kv_cache_dtype = "int8_per_token_head"
+    view, _ = mixed.view(mixed.groups()[0])
+    for scales in (view.k_scales, view.v_scales):
+        assert scales is not None
+        assert [scale is None for scale in scales] == [True, False]
+
+
 def test_a_live_span_asks_the_scheduler_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that a request has computed; those of a step under way do not count."""
     from kvx_adapters.vllm import live
@@ -570,6 +600,10 @@ def test_a_live_span_asks_the_scheduler_at_each_use(monkeypatch: pytest.MonkeyPa
     blocks["b"] = [0]  # preempted, and computed anew
     with pytest.raises(InvalidArgumentError, match=r"request 'b' has the blocks \[0\], expected"):
         migrate(span, dst, [6, 3])
+    requests["b"].num_computed_tokens, requests["b"].num_output_placeholders = 0, 1
+    blocks["b"] = [5]
+    with pytest.raises(OutOfRangeError, match="src holds 0 tokens of sequence 1"):
+        migrate(span, dst, [6, 1])
     del requests["b"]
     with pytest.raises(InvalidArgumentError, match="request 'b' is finished, and its blocks are"):
         migrate(span, dst, [6, 3])

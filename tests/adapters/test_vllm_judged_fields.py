@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvx_adapters.vllm import judged_fields
-from kvx_adapters.vllm.salts import salts
+from kvx_adapters.vllm.salts import judgement, salts
 from kvx_core.config_values import as_json
 
 
@@ -34,6 +34,11 @@ def test_a_field_is_in_one_list() -> None:
     ]
     assert len(found) == len(set(found))
     assert all(reason for each in lists for groups in each.values() for reason in groups)
+
+
+def test_only_the_whole_configuration_is_walked() -> None:
+    assert judgement("VllmConfig", "load_config") == "walked"
+    assert judgement("ModelConfig", "load_config") is None
 
 
 # ---- of a vLLM that does not exist ----

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from kvx_adapters import vllm
+from kvx_adapters.vllm.cache_tensor import kernel_blocks
+from kvx_adapters.vllm.encodings import encoding_of
+from kvx_adapters.vllm.pages import page_of
 from kvx_core import (
     CacheDesc,
     CacheView,
@@ -654,6 +657,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "expected TRITON_ATTN since 0.26",
     ),
     (
+        {
+            "kv_cache_dtype": "fp8_ds_mla",
+            "head_size": 576,
+            "tokens_per_state": 2,
+            "backend": "FLASHMLA_SPARSE",
+        },
+        "with head_size 576, state_content_bytes None and tokens_per_state 2, expected 576, 656 an",
+    ),
+    (
         {"kv_cache_dtype": "fp8_ds_mla", "head_size": 512, "backend": "FLASHMLA_SPARSE"},
         "kv_cache_dtype is 'fp8_ds_mla' with head_size 512, state_content_bytes None and "
         "tokens_per_state 1, expected 576, 656 and 1: the pages of other models hold the data",
@@ -699,3 +711,19 @@ def test_fp8_on_rocm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(UnsupportedError, match="on ROCm, whose FP8 may be the FNUZ variant"):
         vllm.cache_desc(torch.zeros(B, H, N, 2 * D, dtype=torch.uint8), spec)
+    encoding_of(per_token_head_spec("int8"))
+
+
+def test_a_cache_of_values_has_no_scales_in_it() -> None:
+    spec = make_spec("LBHNC", num_layers=1)
+    assert vllm.inline_scales(torch.zeros(B, H, N, 2 * D, dtype=spec.dtype), spec) is None
+
+
+def test_scales_in_the_cache_began_with_0_26() -> None:
+    assert encoding_of(per_token_head_spec("int8", "NHD", version="0.26.0")).inline_scales
+
+
+def test_a_cache_without_an_axis_of_tokens_is_not_cut() -> None:
+    spec = make_spec("LBHNC")
+    for shape in ((), (3,), (B, H, 0, 2 * D)):
+        assert kernel_blocks(torch.zeros(shape), spec, page_of(spec)) == 1

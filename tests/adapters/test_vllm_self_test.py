@@ -295,7 +295,7 @@ def test_rows_of_bytes() -> None:
     raw, caches = dense(
         "LBHNC", "LBNHC", {"L": 1, "B": B, "H": H, "N": N, "C": 2 * row}, torch.int8
     )
-    started = []
+    started, too_large = [], [1.0]
 
     def write(key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         """Like Triton's: the first call sets all scales to 1."""
@@ -311,9 +311,12 @@ def test_rows_of_bytes() -> None:
                 scale = token[0].float().abs().amax(-1, keepdim=True) / 127
                 cell = caches[0][slot // N, :, slot % N, at : at + row]
                 cell[:, :D] = (token[0] / scale).round().to(torch.int8)
-                cell[:, D:] = scale.view(torch.int8)
+                cell[:, D:] = (scale * too_large[0]).view(torch.int8)
 
     vllm.self_test(caches[0], spec, write)
+    too_large[0] = 1.5
+    with pytest.raises(InvalidArgumentError, match=r"K of TRITON_ATTN: vLLM wrote .* differ"):
+        vllm.self_test(caches[0], spec, write)
     with pytest.raises(InvalidArgumentError, match="reads no change there in head 0"):
         vllm.self_test(caches[0], spec, lambda key, value, slots: None)
     assert (raw.view(B, N, H, 2, row)[-1, :, :, :, :D] == SENTINEL).all()

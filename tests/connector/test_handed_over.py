@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,37 @@ def test_the_other_engine_computes_one_token(serve: Serve, num_tokens: int, said
     after = second.ask(request.all_token_ids, 20 - said)
     assert request.answer + after.answer == alone(tokens, 20)
     assert after.num_computed_here == 1 + 20 - said - 1
+
+
+def test_what_others_have_deleted_is_saved_again(serve: Serve, store: Path) -> None:
+    """An engine that never looks up takes it for stored once, and asks the disk afterwards."""
+    engine, found = serve(), []
+    engine.connector.policy.consumes = False
+    for _ in range(3):
+        engine.ask(prompt(32, 46), 2)
+        assert engine.connector.saver._writer.threads.wait(60)
+        found.append(len(list(store.rglob("*.safetensors"))))
+        for path in store.rglob("*.safetensors"):
+            path.unlink()
+    assert found == [3, 0, 3]
+
+
+def test_several_chunks_are_handed_over_at_once(serve: Serve) -> None:
+    engine = serve()
+    saver = engine.connector.saver
+    saver.save = lambda *_: None  # steps store nothing
+    request = engine.add(prompt(70, 45), 20)
+    while not request.answer:
+        engine.step()
+    policy = engine.connector.policy
+    policy.reported((), (), blocks=True)  # as if another connector had filled some
+    save = policy.handed_over(request.request_id, request.num_computed_tokens)
+    assert save is not None
+    assert (save.start, save.stop) == (0, 70)
+    assert not saver._has(save)
+    assert saver.save_now(save)
+    assert saver._has(save)
+    assert not saver._has(replace(save, tokens=save.tokens + 1))
 
 
 def test_what_is_stored_already_is_not_stored_again(serve: Serve, store: Path) -> None:

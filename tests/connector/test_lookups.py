@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
+from kvx_core.files import OpenFile
 from kvx_core.stores.index import Index
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
@@ -83,6 +84,18 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
         assert asked.at_once(other) == expected
     assert asked.at_once(prompt(40, 13)) == 0
     assert asked.blobs.num_calls == calls
+
+
+def test_memory_answers_while_threads_are_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
+    fill(tmp_path, prompt(70, 1))
+    asked = Asked(tmp_path)
+    assert asked.answer(prompt(70, 1)) == 69
+    asked.lookups.seconds = -1  # as if they had been, for longer than that
+    assert asked.at_once(prompt(70, 1)) == 69
+    assert asked.at_once(prompt(70, 2)) == 0
 
 
 def test_one_lookup_finds_all_corrupt_files(tmp_path: Path) -> None:
@@ -408,11 +421,11 @@ class Dying(Frozen):
 
     is_dying = False
 
-    def open(self, name: str) -> BinaryIO | None:
+    def fetch(self, name: str, *rest: Any) -> OpenFile | None:
         if self.is_dying and name.endswith(".safetensors"):
             error = OSError(errno.EIO, "Input/output error")
             raise self._failure(name, "read", error) from error
-        return super().open(name)
+        return super().fetch(name, *rest)
 
 
 def test_a_disk_that_does_not_give_files_is_told(tmp_path: Path) -> None:

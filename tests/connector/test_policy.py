@@ -173,6 +173,17 @@ def test_what_a_failed_load_has_not_brought_is_saved_when_it_is_computed(asked: 
     assert [(save.start, save.stop) for save in one.step(request, 48)] == [(0, 48)]
 
 
+def test_a_lookup_computes_the_keys_of_what_it_has_not_found(asked: Any) -> None:
+    """So that the steps which store these tokens need not."""
+    one = asked()
+    fill(one.store, prompt(16, 17))
+    request = Request("r", prompt(16, 17) + prompt(1000, 18), 8)
+    assert one.lookup(request) == 16
+    assert one.lookups._workers.wait(60)
+    _, chain = one.policy._chains["r"]
+    assert chain.num_ids == 1008  # of full chunks
+
+
 def test_a_request_that_grows_before_it_has_blocks_is_looked_up_again(asked: Any) -> None:
     one, tokens = asked(), prompt(48, 9)
     fill(one.store, tokens)
@@ -270,6 +281,20 @@ def test_what_a_window_has_left_is_not_handed_over(
         assert [(save.start, save.stop) for save in one.step(request, 16)] == [(0, 16)]
     save = one.policy.handed_over("r", num_computed_tokens)
     assert (save if save is None else (save.start, save.stop)) == (stop and (saved, stop))
+
+
+@pytest.mark.parametrize(("num_computed_tokens", "span"), [(32, (16, 32)), (33, None)])
+def test_a_chunk_that_is_stored_in_part_is_handed_over_whole(
+    num_computed_tokens: int, span: tuple[int, int] | None, asked: Any
+) -> None:
+    """So the window must reach its first token, and not just the first that is not stored."""
+    one = asked(window=17)
+    request = Request("r", prompt(20, 16), 8)
+    one.policy.allocated(request, (list(range(20)),), 0)
+    assert [(save.start, save.stop) for save in one.step(request, 20)] == [(0, 20)]
+    request.all_token_ids += [7] * 20
+    save = one.policy.handed_over("r", num_computed_tokens)
+    assert (save if save is None else (save.start, save.stop)) == span
 
 
 def test_what_follows_a_gap_is_not_handed_over(asked: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from kvx_core import Directory, PrefixStore
 from kvx_core.connector.settings import StoreSettings
+from kvx_core.files import OpenFile
 from kvx_core.snapshot import Precision
 from tests.connector import toy_connector
 from tests.connector.toy_connector import ToyConnector
@@ -234,9 +235,9 @@ class Frozen(Directory):
         self._wait()
         return super().put(name, write, durable=durable)
 
-    def open(self, name: str) -> BinaryIO | None:
+    def fetch(self, name: str, *rest: Any) -> OpenFile | None:
         self._wait()
-        return super().open(name)
+        return super().fetch(name, *rest)
 
     def names(self, folder: str) -> list[str]:
         self._wait()

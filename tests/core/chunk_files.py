@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import DType, PlaneKind, Snapshot
-from kvx_core.snapshot import Header, Part, Precision, Stored
-from kvx_core.snapshot.chunk_file import write_chunk
+from kvx_core.files import OpenFile
+from kvx_core.snapshot import Header, Part, Precision, Room, Stored
+from kvx_core.snapshot.chunk_file import Wanted, write_chunk
+from kvx_core.snapshot.chunk_reads import Fetch, read_chunk
 from kvx_core.snapshot.contents import FILE_DTYPES, STORED_UNITS, is_scale
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import laid_out
 from kvx_core.snapshot.secrets import Secrets
+from kvx_core.stores.beneath import fetch_beneath
 from tests.core import sections
 from tests.test_lossless import reference
 
@@ -190,6 +193,34 @@ def write(path: Path, snapshot: Snapshot, kind: Kind, keys: str = "plain") -> by
     raw = path.read_bytes()
     assert len(raw) == num_bytes
     return raw
+
+
+def read(
+    fetch: Fetch,
+    kind: Kind,
+    num_tokens: int,
+    keys: str = "plain",
+    *,
+    key: str | None = None,
+    layers: Sequence[int] | None = None,
+    room: Room | None = None,
+    secrets: Secrets | None = None,
+) -> Snapshot:
+    """What a load reads of a file."""
+    room = room or Room(num_tokens)
+    wanted = Wanted.of(kind, num_tokens, kind.layers if layers is None else layers, room, "a model")
+    found = read_chunk(fetch, wanted, secrets or secrets_of(keys), name="it", key=key, room=room)
+    assert found is not None
+    return found
+
+
+def file_at(path: Path) -> Fetch:
+    """Opens one file whatever its name."""
+
+    def fetch(name: str, views: tuple[memoryview, ...], least: int, most: int) -> OpenFile | None:
+        return fetch_beneath(None, str(path.resolve()), views, least, most)
+
+    return fetch
 
 
 def bytes_of(snapshot: Snapshot, name: str) -> bytes:

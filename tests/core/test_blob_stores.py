@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -195,6 +195,42 @@ def test_what_is_there(blobs: BlobStore) -> None:
     assert not blobs.is_there("a")
     blobs.delete("a/b")
     assert not blobs.is_there("a/b")
+
+
+def test_the_first_bytes_of_a_file_come_with_it(blobs: BlobStore) -> None:
+    data = bytes(range(200))
+    blobs.put("a/b", writing(data))
+
+    def fetched(least: int, most: int, *sizes: int) -> tuple[int, list[bytes]]:
+        views = tuple(bytearray(b"\xa5" * size) for size in sizes)
+        file = blobs.fetch("a/b", views, least, most)
+        assert file is not None
+        with file:
+            assert os.pread(file.fileno(), 300, 0) == data
+            return file.num_bytes, [bytes(view) for view in views]
+
+    assert fetched(200, 200, 3, 100) == (200, [data[:3], data[3:103]])
+    assert fetched(0, 300, 150, 0, 60) == (200, [data[:150], b"", data[150:] + b"\xa5" * 10])
+    assert fetched(1, 200, *[1] * 70)[1] == [data[i : i + 1] for i in range(70)]
+    for least, most in ((0, 199), (201, 300), (0, -1)):
+        assert fetched(least, most, 5) == (200, [b"\xa5" * 5])
+    assert fetched(200, 200) == (200, [])
+    assert blobs.fetch("a/c", (bytearray(1),), 0, 300) is None
+    assert blobs.fetch("a", (bytearray(1),), 0, 300) is None
+    with pytest.raises(InvalidArgumentError, match="the name of a blob"):
+        blobs.fetch("a//b", ())
+    with pytest.raises((TypeError, BufferError)):
+        blobs.fetch("a/b", (b"read only",), 0, 300)  # type: ignore[arg-type]
+
+
+def test_files_that_are_fetched_close_themselves(blobs: BlobStore) -> None:
+    blobs.put("a/b", writing(b"abc"))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(9):
+        blobs.fetch("a/b", (bytearray(2),), 0, 3)
+        with suppress(TypeError, BufferError):
+            blobs.fetch("a/b", (b"read only",), 0, 3)  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_that_is_open_stays_what_it_is(blobs: BlobStore) -> None:

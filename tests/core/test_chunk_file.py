@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from kvx_core import DType, InvalidArgumentError, Snapshot
 from kvx_core.snapshot import CorruptError, Room, StoreError, UnsignedError
-from kvx_core.snapshot.chunk_file import open_chunk, read_chunk, write_chunk
+from kvx_core.snapshot.chunk_file import open_chunk, write_chunk
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from tests.core import store_reader
@@ -30,6 +30,7 @@ from tests.core.chunk_files import (
     MAKERS,
     SIGNING,
     bytes_of,
+    file_at,
     key_of,
     kind_of,
     numbers,
@@ -37,6 +38,7 @@ from tests.core.chunk_files import (
     snapshot_of,
     write,
 )
+from tests.core.chunk_files import read as read_file
 
 SEEDS = [1, 2, 3]
 SENTINEL = 0xA5
@@ -53,18 +55,16 @@ def read(
     num_tokens: int | None = None,
     secrets: Secrets | None = None,
 ) -> Snapshot:
-    blank = kind.blank(num_tokens or len(snapshot.tokens), "a model")
-    with path.open("rb", buffering=0) as file:
-        return read_chunk(
-            file,
-            kind,
-            secrets or secrets_of(keys),
-            name="it",
-            key=key_of(snapshot),
-            blank=blank,
-            layers=layers,
-            room=room,
-        )
+    return read_file(
+        file_at(path),
+        kind,
+        num_tokens or len(snapshot.tokens),
+        keys,
+        key=key_of(snapshot),
+        layers=layers,
+        room=room,
+        secrets=secrets,
+    )
 
 
 def filled(num_tokens: int, num_bytes: int) -> Room:
@@ -352,13 +352,12 @@ def test_wrong_files_cost_nothing(keys: str, num_tokens: int | None, tmp_path: P
     kind.layout(7)
 
     def attempt() -> None:
-        with path.open("rb", buffering=0) as file:
-            if num_tokens is None:
+        if num_tokens is None:
+            with path.open("rb", buffering=0) as file:
                 chunk = open_chunk(file, kind, secrets, name="it", key=key_of(good))
                 chunk.read(kind.layers, room)
-            else:
-                blank = kind.blank(num_tokens, None)
-                read_chunk(file, kind, secrets, name="it", key=key_of(good), blank=blank, room=room)
+                return
+        read_file(file_at(path), kind, num_tokens, key=key_of(good), room=room, secrets=secrets)
 
     for content in contents:
         if isinstance(content, int):
@@ -406,7 +405,9 @@ def test_no_file_but_a_regular_one(tmp_path: Path) -> None:
         os.fdopen(handle, "rb", buffering=0) as file,
         pytest.raises(StoreError, match="no regular file"),
     ):
-        read_chunk(file, kind, Secrets(), name="it", blank=kind.blank(3, None))
+        open_chunk(file, kind, Secrets(), name="it", num_tokens=3)
+    with pytest.raises(OSError, match="No such device or address"):
+        file_at(tmp_path / "fifo")("it", (), 0, 1 << 20)
     with (tmp_path / "file").open("rb", buffering=0) as file:
         chunk = open_chunk(file, kind, Secrets(), name="it")
         os.truncate(tmp_path / "file", 4100)

@@ -68,6 +68,7 @@ def resolver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Kernels with openat2, and those that have none."""
     if not request.param:
         monkeypatch.setattr(beneath, "_SYS_OPENAT2", 100_000)
+        monkeypatch.setattr(beneath, "_read_file", lambda *_: (-errno.ENOSYS, 0, 0))
 
 
 # --- All or nothing -------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ What the files are: test_chunk_file.py. What the store says: test_store_config.p
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvx_adapters.cli.doctor_store import check_store
 from kvx_core import InvalidArgumentError, PrefixStore
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import CorruptError
+from kvx_core.snapshot.sealing import Sealing
 from tests.core.test_stores import Engine, files_of, save, store_in
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -164,7 +164,7 @@ def test_no_memory_for_a_file_costs_that_file(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", full)
+        patch.setattr(Sealing, "opened_record", full)
         assert loaded(encrypted(tmp_path)) == 0
     assert files_of(tmp_path) == files
     assert loaded(encrypted(tmp_path)) == 40

@@ -38,7 +38,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("error", FAULTS)
-@pytest.mark.parametrize("call", ["_open", "preadv"])
+@pytest.mark.parametrize("call", ["open", "read"])
 def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
     call: str, error: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,12 +47,18 @@ def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
     match = store_in(stored).lookup(TOKENS)
     before = engine.cache.clone()
 
-    def of_an_entry(_: int, path: object, *rest: object) -> bool:
-        return call == "preadv" or "safetensors" in str(path)
+    real = beneath._read_file
 
-    owner = os if call == "preadv" else beneath
+    def read_file(folder: int, path: bytes, *rest: Any) -> tuple[int, int, int]:
+        if b"safetensors" not in path:
+            return real(folder, path, *rest)
+        if call == "open":
+            return -error, 0, 0
+        handle, size, _ = real(folder, path, 1, 0, ())
+        return handle, size, -error
+
     with monkeypatch.context() as patcher:
-        patcher.setattr(owner, call, failing(error, of_an_entry, getattr(owner, call)))
+        patcher.setattr(beneath, "_read_file", read_file)
         assert store.lookup(TOKENS).num_tokens == 0
         with pytest.raises(StoreError, match=os.strerror(error)) as caught:
             store.load(match, 0, 20, engine.sections())
@@ -79,8 +85,15 @@ def test_a_disk_block_that_cannot_be_read(
         left[0] -= 1
         return left[0] < 0
 
+    real = beneath._read_file
+
+    def read_file(*given: Any) -> tuple[int, int, int]:
+        handle, size, num_read = real(*given)
+        return handle, size, -errno.EIO if count() else num_read
+
     with monkeypatch.context() as patcher:
         patcher.setattr(os, "preadv", failing(errno.EIO, count, os.preadv))
+        patcher.setattr(beneath, "_read_file", read_file)
         with pytest.raises(StoreError, match=r"cannot be read: .*Input/output error"):
             store.load(match, 0, 16, engine.sections())
     assert files_of(stored) == files

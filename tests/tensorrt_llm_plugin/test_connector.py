@@ -6,10 +6,12 @@ would have computed.
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import time
 from dataclasses import replace
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -363,6 +365,28 @@ def test_a_file_that_is_not_good_is_computed(
     assert serve(8).ask(tokens).computed == 150 - 144  # it has been stored again
 
 
+def test_a_disk_that_does_not_give_files_is_told(serve: Factory, trtllm: ModuleType) -> None:
+    tokens = prompt(100, 36)
+    saved(serve, tokens)
+    engine = serve()
+    blobs = engine.scheduler._store._blobs
+    opened = blobs.open
+
+    def dying(name: str) -> Any:
+        if not name.endswith(".safetensors"):
+            return opened(name)
+        error = OSError(errno.EIO, "Input/output error")
+        raise blobs._failure(name, "read", error) from error
+
+    engine.scheduler._store.index.fresh_seconds = 0
+    blobs.open = dying
+    assert engine.ask(tokens).computed == 100
+    (warning,) = trtllm.logger.warnings()
+    assert warning.startswith("warning: KVX did not read what a prompt may begin with: ")
+    blobs.open = opened
+    assert engine.ask(tokens).computed == 4
+
+
 def test_a_store_that_does_not_answer(serve: Factory) -> None:
     """Its first requests wait a little for it, the next ones not at all."""
     tokens = prompt(100, 34)
@@ -370,8 +394,8 @@ def test_a_store_that_does_not_answer(serve: Factory) -> None:
     serve.set(chunk_seconds=0.05)
     engine, answers = serve(), threading.Event()
     blobs = engine.scheduler._store._blobs
-    opened = blobs.open
-    blobs.open = lambda name: opened(name) if answers.wait(60) else None
+    fetch = blobs.fetch
+    blobs.fetch = lambda *given: fetch(*given) if answers.wait(60) else None
     begin = time.monotonic()
     for _ in range(10):
         assert engine.ask(tokens).computed == 100
@@ -390,13 +414,13 @@ def test_a_store_that_is_slow_and_answers(serve: Factory) -> None:
     serve.set(chunk_seconds=1)
     engine = serve()
     blobs = engine.scheduler._store._blobs
-    opened = blobs.open
+    fetch = blobs.fetch
 
-    def slowly(name: str) -> Any:
+    def slowly(*given: Any) -> Any:
         time.sleep(0.15)
-        return opened(name)
+        return fetch(*given)
 
-    blobs.open = slowly
+    blobs.fetch = slowly
     begin = time.monotonic()
     assert engine.ask(tokens).computed == 4
     assert time.monotonic() - begin > 1
@@ -608,6 +632,27 @@ def test_weights_that_are_updated(serve: Factory, trtllm: ModuleType) -> None:
     assert serve().ask(more).computed == 100
 
 
+def test_updates_of_weights_that_cannot_be_seen(
+    serve: Factory, trtllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that updates them elsewhere is told so, and shares; after an error nothing is."""
+    place = sys.modules["tensorrt_llm._torch.pyexecutor.model_loader"]
+    monkeypatch.delattr(place, "ModelLoader")
+    tokens = prompt(100, 64)
+    saved(serve, tokens)
+    engine = serve()
+    assert engine.ask(tokens).computed == 4
+    assert {line for line in trtllm.logger.warnings() if "how TensorRT-LLM" in line} == {
+        f"warning: KVX does not know how TensorRT-LLM {trtllm.__version__} updates weights. Start "
+        "it anew if they change: what it has stored is of those that it has started with"
+    }
+    import_module(f"{fake.PLUGIN}.witness")._give_up(ValueError("as a test says"))
+    assert engine.ask(tokens).computed == 100
+    assert "warning: KVX shares nothing until the next start: as a test says" in (
+        trtllm.logger.warnings()
+    )
+
+
 @pytest.mark.parametrize("when", ["promise", "plan", "lookup"])
 def test_weights_that_are_updated_after_a_promise(
     serve: Factory, trtllm: ModuleType, when: str, monkeypatch: pytest.MonkeyPatch
@@ -628,9 +673,9 @@ def test_weights_that_are_updated_after_a_promise(
         monkeypatch.setattr(PrefixStore, "load", load)
         assert engine.ask(tokens).computed == 100
         return
-    name, owner = {
-        "promise": ("build_connector_meta", engine.scheduler),
-        "plan": ("start_load_kv", engine.ranks[0].worker),
+    name, owner, what = {
+        "promise": ("build_connector_meta", engine.scheduler, r"request \d+"),
+        "plan": ("start_load_kv", engine.ranks[0].worker, "the loads of this step"),
     }[when]
     call = getattr(owner, name)
 
@@ -639,7 +684,7 @@ def test_weights_that_are_updated_after_a_promise(
         return call(*args)
 
     monkeypatch.setattr(owner, name, late)
-    with pytest.raises(InvalidArgumentError, match="the weights have changed since"):
+    with pytest.raises(InvalidArgumentError, match=f"^{what}: the weights have changed since"):
         engine.ask(tokens)
     assert torch.equal(engine.ranks[0].blocks, pool)
 

@@ -162,6 +162,8 @@ def test_nvfp4_is_refused_with_its_reason(model_dir: Path) -> None:
         ("args", "context_parallel_size", 2, "context_parallel_size is 2, expected 1"),
         ("args", "enable_attention_dp", True, "enable_attention_dp is True, expected False"),
         ("args", "attn_backend", "FLASHINFER", "attn_backend is 'FLASHINFER', expected 'TRTLLM'"),
+        ("args", "dtype", "float64", "dtype is torch.float64, expected one of torch.float16, to"),
+        ("args", "dtype", "nonsense", "dtype is nonsense, expected one of torch.float16, torch."),
         ("args", "max_beam_width", 4, "max_beam_width is 4, expected 1"),
         ("args", "speculative_config", "MTP", "speculative_config is 'MTP', expected None"),
         ("args", "sparse_attention_config", "DSA", "sparse_attention_config is 'DSA', expected"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvx_core import InvalidArgumentError, ModelRecord, UnsupportedError, model_files_digest
 from tests.fakes.vllm import needs_cpu_op
@@ -262,6 +263,13 @@ def test_the_name_of_files_that_take_the_place_of_others(
     assert fingerprint == started.fingerprint != first
     of_first = Files(str(llama), None, identity.files_state(str(llama), None))
     assert start.name(of_first) == ""
+    named = Settings(path=tmp_path / "store", fingerprint="a name")  # which says nothing of files
+    assert identity.StartFiles(config.create_engine_config(), named, first).name(loaded) is None
+    tensors = load_file(other / "model.safetensors")
+    tensors.popitem()
+    save_file(tensors, other / "model.safetensors")
+    fewer = Files(str(other), None, identity.files_state(str(other), None))
+    assert start.name(fewer) is None  # the engine keeps what they lack
 
 
 def test_a_quantised_checkpoint_alone_and_with_more(record: Record, tmp_path: Path) -> None:

@@ -742,6 +742,8 @@ def test_a_request_that_reads_no_cache_loads_nothing(start: Any, stored: None) -
 def test_requests_that_are_not_shared_are_counted_by_reason(start: Any) -> None:
     from types import SimpleNamespace
 
+    from kvx_adapters.vllm_plugin.scheduler import _computes_all
+
     steps = start(enable_prefix_caching=True)
     half = steps.scheduler.connector._scheduler
     plain = {
@@ -767,6 +769,12 @@ def test_requests_that_are_not_shared_are_counted_by_reason(start: Any) -> None:
         for _ in range(2):  # a request is counted once
             half.blocks_allocated(request, ([1],), 0)
     assert half.take_unshared() == {"images": 1, "lora": 1, "embeddings": 2, "pooling": 1}
+    logits = SimpleNamespace(prompt_logprobs=1)
+    for skips, change in ((None, {"sampling_params": logits}), (True, {}), (False, {})):
+        request = SimpleNamespace(request_id="s", **plain | change)
+        if skips is not None:  # not every version has the field
+            request.skip_reading_prefix_cache = skips
+        assert _computes_all(request) is (skips is not False)
     with half.epochs.weights.change():
         half.blocks_allocated(SimpleNamespace(request_id="w", **plain), ([1],), 0)
     assert half.take_unshared() == {"weights": 1}

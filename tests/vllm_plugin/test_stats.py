@@ -86,7 +86,12 @@ def test_requests_that_are_not_shared_have_a_label() -> None:
     metrics = KVXPromMetrics(config, kinds, ["model_name", "engine"], {3: ["tiny", "3"]})
     for value in (2, 5):
         metrics.observe({"unshared_requests:lora": value, "unshared_requests:images": 1}, 3)
+        metrics.observe({"errors": value, "store_files": value, "lookup_seconds": [value, 1]}, 3)
     labels = {"model_name": "tiny", "engine": "3"}
+    counts = {"errors_total": 7, "store_files": 5}
+    counts |= {"lookup_seconds_count": 4, "lookup_seconds_sum": 9}
+    for name, expected in counts.items():
+        assert REGISTRY.get_sample_value(f"vllm:kvx_{name}", labels) == expected
     for reason, expected in (("lora", 7), ("images", 2)):
         name = "vllm:kvx_unshared_requests_total"
         assert REGISTRY.get_sample_value(name, labels | {"reason": reason}) == expected
@@ -100,3 +105,33 @@ def test_what_workers_know_of_a_store_is_not_added() -> None:
     for other in ({"store_bytes": 900, "saved_tokens": 4}, {"store_bytes": 800, "errors": 1}):
         one.aggregate(KVXStats(other))
     assert one.data == {"store_bytes": 900, "saved_tokens": 7, "errors": 1}
+
+
+def test_what_a_log_line_says() -> None:
+    from kvx_adapters.vllm_plugin.stats import KVXStats
+
+    assert KVXStats().is_empty()
+    assert KVXStats({"saved_tokens": 0, "lookup_seconds": []}).is_empty()
+    stats = KVXStats({"save_seconds": 0.12345678, "lookup_seconds": [0.25, 0.5, 3.0]})
+    stats.add_by_reason("unshared_requests", {"lora": 2})
+    assert not stats.is_empty()
+    assert stats.reduce() == {
+        "KVX save seconds": 0.123457,
+        "KVX lookup seconds, mean": 1.25,
+        "KVX lookup seconds, most": 3.0,
+        "KVX unshared requests, lora": 2,
+    }
+    assert KVXStats({"lookup_seconds": []}).reduce() == {}
+    stats.reset()
+    assert (stats.data, stats.is_empty()) == ({}, True)
+
+
+def test_the_last_values_of_a_histogram_are_reported() -> None:
+    from kvx_adapters.vllm_plugin.stats import KVXStats
+
+    stats = KVXStats()
+    stats.add(lookup_seconds=[9.0])
+    stats.add(lookup_seconds=[1.0] * 4095)
+    assert stats.data["lookup_seconds"] == [9.0] + [1.0] * 4095
+    stats.add(lookup_seconds=[2.0])
+    assert stats.data["lookup_seconds"] == [1.0] * 4095 + [2.0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvx_core.connector.weights import Files, Unknown, Weights
+from kvx_core.connector.weights import AsRanksSay, Files, Unknown, Weights
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -53,6 +56,15 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(monkeypatch)
+
+
+@contextmanager
+def propagating(name: str) -> Iterator[None]:
+    """vLLM's logger keeps its records to itself."""
+    logger = logging.getLogger(name)
+    before, logger.propagate = logger.propagate, True
+    yield
+    logger.propagate = before
 
 
 def fail() -> None:
@@ -133,6 +145,105 @@ def test_a_reset_counts_if_it_has_succeeded(engine: Engine) -> None:
     for succeeds, num_resets in ((False, 0), (True, 1), (False, 1)):
         assert Scheduler().reset_prefix_cache(succeeds) is succeeds
         assert engine.weights.num_resets == num_resets
+
+
+# ---- the engine's process ----
+
+
+class Core:
+    """An engine core and its executor, whose calls do what the test says."""
+
+    def __init__(self, engine: Engine) -> None:
+        from kvx_adapters.vllm_plugin import witnesses
+
+        class Executor:
+            vllm_config = engine.worker.vllm_config
+
+            def collective_rpc(called, method: Any, *arguments: Any) -> None:
+                self.during.append(engine.weights.is_changing)
+                self.then()
+
+        class EngineCore:
+            vllm_config = engine.worker.vllm_config
+
+            def collective_rpc(called, method: Any, *arguments: Any) -> None:
+                self.executor.collective_rpc(method, *arguments)
+
+            def set_weight_version(called, weight_version: Any) -> None:
+                self.then()
+
+        witnesses._wrap(EngineCore, "collective_rpc", witnesses._collective_rpc)
+        witnesses._wrap(EngineCore, "set_weight_version", witnesses._set_weight_version)
+        witnesses._wrap(Executor, "collective_rpc", witnesses._executor_rpc)
+        self.core, self.executor = EngineCore(), Executor()
+        self.during: list[Any] = []
+        self.then: Callable[[], object] = lambda: None
+
+
+def reset_all(worker: Any) -> None:
+    """What a user may send to all workers."""
+
+
+@pytest.mark.parametrize(
+    ("method", "origin", "name"),
+    [
+        ("check_health", None, ""),
+        ("reload_weights", AsRanksSay(), ""),
+        ("reset_all", Unknown(), "reset_all"),
+        (reset_all, Unknown(), "reset_all"),
+        (partial(reset_all, None), Unknown(), "a callable"),
+    ],
+)
+def test_what_users_send_to_all_workers(
+    method: Any, origin: Any, name: str, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = Core(engine)
+    with caplog.at_level("INFO", logger="vllm.kvx"), propagating("vllm"):
+        calls.core.collective_rpc(method)
+    counts = origin is not None
+    assert calls.during == [counts]
+    assert (engine.weights.is_changing, engine.weights.generation) == (False, counts)
+    assert engine.weights.origin == (origin or AsRanksSay())
+    said = [f"KVX: collective_rpc of {name} counts as a change of weights"] if name else []
+    assert [record.getMessage() for record in caplog.records] == said
+
+
+@pytest.mark.parametrize(("method", "counts"), [("reset_all", 0), (reset_all, 1)])
+def test_what_users_send_by_the_executor(method: Any, counts: int, engine: Engine) -> None:
+    """vLLM itself sends names of methods only, and what it sends within a change belongs to it."""
+    calls = Core(engine)
+    calls.executor.collective_rpc(method)
+    assert engine.weights.generation == counts
+    assert engine.weights.origin == (Unknown() if counts else AsRanksSay())
+    engine.does = lambda: calls.executor.collective_rpc(method)
+    engine.worker.update_weights()
+    assert engine.weights.generation == counts + 1
+
+
+def test_calls_of_an_engine_that_nobody_watches(engine: Engine) -> None:
+    calls = Core(engine)
+    for one in (calls.core, calls.executor):
+        one.vllm_config = SimpleNamespace(cache_config=SimpleNamespace())
+    calls.core.collective_rpc(reset_all)
+    calls.core.set_weight_version("two")
+    assert (engine.weights.generation, engine.weights.said) == (0, None)
+
+
+def test_a_name_is_that_of_the_weights_that_are_there_then(engine: Engine) -> None:
+    calls = Core(engine)
+    engine.worker.update_weights()
+    calls.then = lambda: calls.during.append(engine.weights.said)
+    calls.core.set_weight_version(7)
+    assert calls.during == [None]  # not before vLLM has taken it
+    assert engine.weights.said == ("7", 1)
+
+
+def test_nothing_is_shared_after_a_call_that_could_not_be_watched(engine: Engine) -> None:
+    from kvx_adapters.vllm_plugin import witnesses
+
+    assert not engine.weights.is_lost
+    witnesses._give_up(ValueError("as a test says"))
+    assert engine.weights.is_lost
 
 
 @pytest.mark.parametrize("when", ["before", "while they are loaded"])

@@ -20,6 +20,7 @@ from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import Scope
 from kvx_core.connector.weights import Stamp, Weights
+from kvx_core.files import OpenFile
 from kvx_core.snapshot import Precision, Section, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore
@@ -294,6 +295,8 @@ def test_blocks_that_are_not_there_fail_the_save_alone(tmp_path: Path) -> None:
     worker.half.shutdown()
     assert worker.half.take_results()[0] == {"a"}
     assert worker.stats() == {"dropped_saves": 1}
+    worker.save([3, B], layerwise=True)
+    assert worker.stats() == {"dropped_saves": 2}  # at the first layer, and at the end
 
 
 def test_a_failed_load_names_its_blocks(tmp_path: Path) -> None:
@@ -356,9 +359,9 @@ class Strange(Directory):
             return super().put(name, write, durable=durable)
         raise ZeroDivisionError
 
-    def open(self, name: str) -> BinaryIO | None:
+    def fetch(self, name: str, *rest: Any) -> OpenFile | None:
         if name.endswith(".json"):
-            return super().open(name)
+            return super().fetch(name, *rest)
         raise ZeroDivisionError
 
 
