@@ -9,7 +9,7 @@ import pytest
 from kvx_core import files
 from kvx_core.connector import boundary, settings
 from kvx_core.snapshot import pieces, record, secrets
-from kvx_core.stores import config, index, kinds, marks, names, root, space
+from kvx_core.stores import config, covers, index, kinds, marks, names, root, space, walk
 from tests.documents import Document
 from tests.native import ROOT
 
@@ -36,8 +36,10 @@ EXCLUDED = {
         ("at most {} GiB of keys and values", record.MAX_FILE_BYTES >> 30),
         ("records have at most {} MiB", space.MAX_BYTES >> 20),
         ("in pieces of at most {} MiB", pieces.MOST_BYTES >> 20),
-        ("asks for at most {} kinds of files", kinds._MOST_ASKED),
+        ("asks for at most {} kinds of files", covers._MOST_ASKED),
         ("and {} marks, by name", names.RUNGS),
+        ("of the last {} prefixes", walk._CLOSE),
+        ("in the last {} chunks", walk._NEAR),
         ("{:,} names of each sort", index._MAX_NAMES),
         ("{:,} tokens of marks (16 MB)", marks._MOST_HELD),
         ("{} kinds of a space", kinds._MOST),

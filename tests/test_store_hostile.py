@@ -65,7 +65,7 @@ def canonical(fields: dict[str, Any]) -> bytes:
 def forged_space(path: Path, **fields: Any) -> Path:
     """A space whose record is what its name says, as whoever writes to the store can make it."""
     known = {"kvx_space": 3, "fingerprint": "f", "epoch": "", "kv_heads": [3, 3], "planes": []}
-    record = canonical(known | {"lossy": "", "salt": ""} | fields)
+    record = canonical(known | {"lossy": "", "salt": "", "state_heads": []} | fields)
     folder = path / hashlib.sha256(record).hexdigest()
     (folder / "kinds").mkdir(parents=True)
     (folder / "space.json").write_bytes(record)

@@ -52,6 +52,7 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     "salt": "left",
     "entries": "right",
     "tokens": "right",
+    "states": "right",
     "size": "right",
     "precision": "left",
     "keys": "left",
@@ -60,6 +61,7 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 _OF_KINDS: dict[str, Literal["left", "right"]] = {
     "space": "left",
     "kind": "left",
+    "holds": "left",
     "layers": "left",
     "heads": "left",
     "precision": "left",
@@ -306,6 +308,7 @@ def _facts(found: Inventory, space: Space) -> dict[str, Any]:
         "is_encrypted": space.is_encrypted,
         "num_files": len(space.files),
         "num_entries": space.num_entries,
+        "num_states": space.num_states,
         "num_marks": len(space.marks),
         "num_tokens": sum(tokens.values()),
         "num_entries_of_unknown_length": space.num_entries - len(tokens),
@@ -319,6 +322,7 @@ def _facts(found: Inventory, space: Space) -> dict[str, Any]:
 def _kind_facts(kind: StoredKind) -> dict[str, Any]:
     return {
         "kind": kind.id,
+        "holds": "states" if kind.is_states else "tokens",
         "layers": [
             {"layers": part.words, "heads": list(part.heads), "precision": part.precision}
             for part in kind.layers
@@ -342,6 +346,7 @@ def _cells(found: Inventory, space: Space) -> dict[str, str]:
         "salt": (record.salt or "none") if record else "?",
         "entries": f"{space.num_entries:,}",
         "tokens": f"{sum(tokens.values()):,}{more}" if tokens or not more else "?",
+        "states": f"{space.num_states:,}" if space.num_states else "",
         "size": size_text(space.num_bytes),
         "precision": " ".join(space.precisions)[:_MOST_WORDS],
         "keys": _keys(space.is_signed, space.is_encrypted),
@@ -355,6 +360,7 @@ def _kind_cells(space: Space, kind: StoredKind) -> dict[str, str]:
     return {
         "space": space.name,
         "kind": kind.id,
+        "holds": "states" if kind.is_states else "",
         "layers": (" ".join(part.words for part in parts) or "?")[:_MOST_WORDS],
         "heads": (" ".join(heads) or "?")[:_MOST_WORDS],
         "precision": " ".join(sorted(kind.precisions))[:_MOST_WORDS],
@@ -399,6 +405,7 @@ def _totals(found: Inventory) -> dict[str, Any]:
         "num_kinds": sum(len(space.kinds) for space in spaces),
         "num_files": sum(len(space.files) for space in spaces),
         "num_entries": sum(space.num_entries for space in spaces),
+        "num_states": sum(space.num_states for space in spaces),
         "num_marks": sum(len(space.marks) for space in spaces),
         "num_tokens": sum(sum(each.values()) for each in tokens),
         "num_entries_of_unknown_length": sum(

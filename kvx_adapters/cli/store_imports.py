@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvx_adapters.cli.store_exports import ENDING, RECORD
-from kvx_adapters.cli.store_runs import chunks_of
+from kvx_adapters.cli.store_runs import chunks_of, holds_states
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.snapshot import CorruptError, Precision, Snapshot, StoreError, UnsignedError
 from kvx_core.snapshot.kind import Kind
@@ -64,20 +64,15 @@ class Import:
         """
         self._secrets, self._chunk_tokens = secrets, chunk_tokens
         self.record = _record(folder)
-        self._planes = {
-            layer: {plane for plane in self.record.planes if plane.layer == layer}
-            for layer in range(len(self.record.kv_heads))
-        }
         self.paths = sorted(path for path in folder.iterdir() if path.name.endswith(ENDING))
         self._takes_unsigned = takes_unsigned
         spaces = Spaces(blobs, secrets, [Precision()] * len(self.record.kv_heads), "lossy")
-        marks = Marks(blobs, secrets, index := Index(), spaces.ids)
+        marks = Marks(blobs, secrets, index := Index(), spaces.ids, states=spaces.states)
         self._commits = Commits(
             Entries(blobs, secrets, marks, index),
             spaces.kinds(self.record),
             Superseded(blobs, marks, index),
             chunk_tokens,
-            takes_parts=not self.record.planes,
         )
 
     def run(self) -> Iterator[Imported]:
@@ -131,6 +126,8 @@ class Import:
                 f"{snapshot.name} has {snapshot.num_bytes} bytes of data, expected at most "
                 f"{_MOST_BYTES} as `kvx store export` writes it"
             )
+        states = holds_states(snapshot)
+        heads, planes = record.heads(states), record.planes_of(states)
         for part in header.parts:
             if part.facts.fingerprint != record.fingerprint:
                 raise CorruptError(
@@ -143,13 +140,14 @@ class Import:
                         f"{snapshot.name} has layer {layer}, expected one of "
                         f"{len(record.kv_heads)} as {RECORD} beside it says"
                     )
-                if part.heads[1] > record.kv_heads[layer]:
+                if part.heads[1] > (heads[layer] if heads else 0):
                     raise CorruptError(
                         f"{snapshot.name} has heads {part.heads[0]} to {part.heads[1] - 1} of "
-                        f"layer {layer}, expected {record.kv_heads[layer]} at most as {RECORD} "
-                        "beside it says"
+                        f"layer {layer}, expected {heads[layer] if heads else 0} at most as "
+                        f"{RECORD} beside it says"
                     )
-                if {plane for plane in part.planes if plane.layer == layer} != self._planes[layer]:
+                found = {plane for plane in part.planes if plane.layer == layer}
+                if found != {plane for plane in planes if plane.layer == layer}:
                     raise CorruptError(
                         f"{snapshot.name} has other planes of layer {layer} than {RECORD} beside "
                         "it says"

@@ -144,6 +144,12 @@ def chunks_of(snapshot: Snapshot, space: str, chunk_tokens: int) -> Iterator[Sna
         parent = key_of(parent, ids)
 
 
+def holds_states(snapshot: Snapshot) -> bool:
+    """Whether it has states alone, which belong to all of its tokens together."""
+    is_planes = not any(name.startswith("layers.") for name in snapshot.tensors)
+    return is_planes and not any(plane.tokens_per_entry for plane in _planes(snapshot).values())
+
+
 def _planes(snapshot: Snapshot) -> dict[str, PlaneKind]:
     """The planes beside K and V, by the names of their tensors."""
     return {plane.name: plane for part in snapshot.header.parts for plane in part.planes}

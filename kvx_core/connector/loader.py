@@ -43,15 +43,17 @@ class _Work:
 
     @property
     def first(self) -> int:
-        """The first token that is not loaded."""
+        """The first token that is not loaded. No part of them is any use without its own states."""
+        if self.load.match.states:
+            return self.load.start
         return max(self.load.start, self.progress.stop)
 
 
 class Loader:
     """Loads of one worker, the oldest first. A failed load does not affect others.
 
-    The tokens before the first bad file of a load are there all the same, and every bad file of it
-    is deleted: what the engine computes is stored again at once.
+    The tokens before the first bad file of a load are there all the same, unless they have states,
+    and every bad file of it is deleted: what the engine computes is stored again at once.
     """
 
     def __init__(

@@ -331,8 +331,9 @@ class Policy:
             self.forget(request_id)
 
     def handed_over(self, request_id: RequestId, num_computed_tokens: int) -> Save | None:
-        """What the store lacks of a running request, no tokens if it lacks none; None: it may not
-        be saved, its blocks are still being loaded, or a sliding window has left some of it.
+        """What the store lacks of a running request, no tokens if it lacks none, or perhaps their
+        states; None: it may not be saved, its blocks are still being loaded, or a sliding window
+        has left some of it.
 
         num_computed_tokens: as the engine counts them; drafts of the last step do not matter
         Raises StoreError.
@@ -349,7 +350,7 @@ class Policy:
         if tracked.has_gap or (stop > tracked.saved and self._gone(num_computed_tokens) > start):
             return None
         chain = self._chain(tracked.request, tracked.scope)
-        if stop > tracked.saved:
+        if stop > tracked.saved or (stop and self.stores[tracked.scope].has_states):
             return self._save_of(tracked, stop, chain)
         blocks = _lists(tracked.block_ids)
         return Save(request_id, tracked.scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
@@ -374,9 +375,8 @@ class Policy:
     def _doubt(self, match: Match | None) -> None:
         """Asks the disk for the files of a match before memory answers again. Never raises."""
         if match is not None and self._index is not None:
-            for span in match.spans:
-                for name in span.names:
-                    self._index.doubt(name)
+            for name in match.names:
+                self._index.doubt(name)
 
     def _load(
         self,
@@ -440,7 +440,7 @@ class Policy:
     def _save_of(
         self, tracked: _Tracked, stop: int, chain: TokenChain, *, final: bool = False
     ) -> Save:
-        start = tracked.saved - tracked.saved % self.chunk_tokens
+        start = min(tracked.saved, stop - 1) // self.chunk_tokens * self.chunk_tokens
         return Save(
             request_id=tracked.request.request_id,
             scope=tracked.scope,
@@ -466,10 +466,9 @@ class Policy:
         with self.boundary.guard(
             "found nothing for", f"request {request.request_id}", count="lookup_failures"
         ):
-            chain = self._chain(request, scope)
-            return self.lookups.ask(
-                request.request_id, self.stores[scope], chain, num_tokens, self.min_tokens
-            )
+            chain, store = self._chain(request, scope), self.stores[scope]
+            asked = num_tokens - store.has_states  # a state behind the last token is no use
+            return self.lookups.ask(request.request_id, store, chain, asked, self.min_tokens)
         return NOTHING
 
     def _finds_equals(self, scope: Scope) -> bool:

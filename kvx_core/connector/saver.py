@@ -20,7 +20,8 @@ from kvx_core.connector.plan import BlockIds, RequestId, Save, ScopedStores
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import Chunks, MemoryPool, Section, Snapshot, StoreError
-from kvx_core.stores.kinds import Heads, heads_of
+from kvx_core.stores.commits import kind_of
+from kvx_core.stores.covers import Heads, heads_of
 from kvx_core.stores.prefix import PrefixStore
 
 # The sections of the first tokens of a request: blocks, number of tokens.
@@ -29,16 +30,21 @@ Sections = Callable[[BlockIds, int], list[Section]]
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Layers of this worker that have files of their own."""
+    """Layers of this worker that have files of their own.
+
+    states: their states; else all but these
+    """
 
     layers: tuple[int, ...]
     heads: Heads
+    states: bool = False
     chunks: Chunks | None = None  # what is copied from; None: nothing of them is
     snapshots: list[Snapshot] = field(default_factory=list)
 
     def of(self, sections: Iterable[Section]) -> list[Section]:
         """What these sections have of the layers."""
-        held = [(s, [layer for layer in s.layers if layer in self.layers]) for s in sections]
+        mine = [s.states if self.states else s.tokens for s in sections]
+        held = [(s, [layer for layer in s.layers if layer in self.layers]) for s in mine if s]
         return [s if len(ls) == len(s.layers) else s.of(ls) for s, ls in held if ls]
 
 
@@ -83,13 +89,17 @@ class Saver:
         sections: Sections,
         layers: Sequence[int],
         heads: Heads,
+        state_heads: Heads | None = None,
     ) -> None:
         """layers, heads: that this worker has, as PrefixStore.missing takes them
-        sections: makes sections of them
+        sections:    makes sections of them. Those with states say in `state_tokens` of how many
+                     tokens they are: they are stored if a save ends there
+        state_heads: of the states of these layers; None: as `heads`
         """
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections = counts, sections
         self._layers, self._heads = layers, heads
+        self._state_heads = heads if state_heads is None else state_heads
         self._writer = Writer(settings, boundary, counts, self._is_stored)
         self._pool: MemoryPool | None = None  # of the first save
         self._open_step: object = None  # for which save_layer was called
@@ -185,6 +195,7 @@ class Saver:
                 )
                 for start, stop in store.spans(save.stop, save.start)
                 for part in self._parts(store)
+                if stop == save.stop or not part.states
             )
         return False
 
@@ -211,6 +222,8 @@ class Saver:
             node = chain.node((start - save.start) // store.chunk_tokens)
             ids = save.tokens[start - save.start : stop - save.start]
             for part in copied.parts:
+                if part.states and stop != save.stop:
+                    continue
                 if not self._is_missing(store, part, ids, start, stop, node):
                     continue
                 if pending + copied.num_bytes > limit:
@@ -222,7 +235,12 @@ class Saver:
                 if part.chunks is None:
                     if sections is None:
                         sections = self._sections(save.block_ids, save.stop)
-                    part.chunks = store.chunks(part.of(sections), start, save.stop, pool=self._pool)
+                    held = part.of(sections)
+                    if part.states and any(section.state_tokens != stop for section in held):
+                        continue  # they have gone on, or are not known
+                    part.chunks = store.chunks(
+                        held, start, save.stop, pool=self._pool, states=part.states
+                    )
                 snapshot = Snapshot.reserve_of(part.chunks, ids, start=start, prefix=node)
                 if snapshot is not None:  # None: some of these tokens have left a sliding window
                     part.snapshots.append(snapshot)
@@ -231,11 +249,26 @@ class Saver:
 
     def _parts(self, store: PrefixStore) -> list[_Part]:
         """This worker's layers, those together that have files together."""
-        parts = store.windows.split(self._layers)
-        if len(parts) == 1:
+        layers, states = self._layers, tuple[int, ...]()
+        if store.has_states:
+            tokens, state_heads = store.kinds.tokens.heads, store.kinds.states.heads
+            layers = [layer for layer in layers if tokens[layer]]
+            states = tuple(layer for layer in self._layers if state_heads[layer])
+        parts = store.windows.split(layers)
+        if len(parts) == 1 and not store.has_states:
             return [_Part(parts[0], self._heads)]
-        heads = dict(zip(self._layers, heads_of(self._heads, len(self._layers)), strict=True))
-        return [_Part(layers, tuple(heads[layer] for layer in layers)) for layers in parts]
+        found = [_Part(part, self._heads_in(part, self._heads)) for part in parts]
+        if states:
+            heads = self._heads_in(states, self._state_heads)
+            whole = [state_heads[layer] == 1 for layer in states]  # on every rank
+            heads = tuple((0, 1) if one else h for h, one in zip(heads, whole, strict=True))
+            found.append(_Part(states, heads, states=True))
+        return found
+
+    def _heads_in(self, layers: Sequence[int], heads: Heads) -> tuple[tuple[int, int], ...]:
+        """Those of some of this worker's layers."""
+        each = dict(zip(self._layers, heads_of(heads, len(self._layers)), strict=True))
+        return tuple(each[layer] for layer in layers)
 
     def _is_missing(
         self,
@@ -261,6 +294,7 @@ class Saver:
             node=node,
             base=start,
             from_memory=from_memory,
+            states=part.states,
         )
 
     def _is_stored(self, store: PrefixStore, snapshot: Snapshot) -> bool:
@@ -271,7 +305,7 @@ class Saver:
         return not any(
             self._is_missing(store, part, tokens, start, stop, node, from_memory=False)
             for part in self._parts(store)
-            if held.issuperset(part.layers)
+            if held.issuperset(part.layers) and part.states == kind_of(snapshot).is_states
         )
 
     def _confirm_later(self, store: PrefixStore) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.snapshot.contents import Header, Part, Stored
+from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.file_layout import FileLayout
 from kvx_core.snapshot.kind_text import (
@@ -26,7 +26,7 @@ from kvx_core.snapshot.kind_text import (
     parsed_kind,
     why_wrong,
 )
-from kvx_core.snapshot.precision import Precision
+from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.snapshot import Snapshot
 
 _MAX_FILE_BYTES = 1 << 33  # of an entry
@@ -48,6 +48,7 @@ class Kind:
     digest: bytes = field(init=False, repr=False)
     id: str = field(init=False)
     layers: tuple[int, ...] = field(init=False)  # all of them, sorted
+    is_states: bool = field(init=False)  # files have states alone, of all their tokens together
     _of_layer: dict[int, Part] = field(init=False, repr=False)
     _layouts: dict[int, FileLayout] = field(default_factory=dict, repr=False)
     _parts: dict[str | None, tuple[Part, ...]] = field(default_factory=dict, repr=False)
@@ -59,6 +60,9 @@ class Kind:
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "id", digest[:16].hex())
         object.__setattr__(self, "layers", tuple(sorted(of_layer)))
+        planes = [tensor.plane for tensor in self._tensors.values()]
+        states = [plane for plane in planes if plane and not plane.tokens_per_entry]
+        object.__setattr__(self, "is_states", len(states) == len(planes))
         object.__setattr__(self, "_of_layer", of_layer)
 
     @classmethod
@@ -128,6 +132,19 @@ class Kind:
     def precision_of(self, layer: int) -> Precision:
         """The numbers that values of a layer can be."""
         return Precision.parse(self._of_layer[layer].precision)
+
+    @property
+    def planes(self) -> tuple[PlaneKind, ...]:
+        """Beside K and V, of all layers."""
+        return tuple(plane for part in self.parts for plane in part.planes)
+
+    def precision_of_planes(self, layer: int) -> Precision:
+        """The numbers that planes of their dtypes can be."""
+        part = self._of_layer[layer]
+        if part.encoding != VALUES:
+            return Precision.of(opaque=part.encoding)
+        names = [plane.name for plane in part.planes if plane.layer == layer]
+        return Precision.of(*(self._tensors[name].stored.dtype for name in names))
 
     def has_parts(self, header: Header) -> bool:
         """Whether a snapshot has the layers, heads and facts of this kind."""

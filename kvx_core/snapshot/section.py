@@ -16,6 +16,7 @@ from kvx_core.facts import CacheFacts
 from kvx_core.holds import require_holds
 from kvx_core.lookup import find_tokens
 from kvx_core.narrow import narrowed
+from kvx_core.planes import Plane
 from kvx_core.snapshot.contents import PlaneKind
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
 from kvx_core.snapshot.precision import VALUES, Precision
@@ -141,6 +142,29 @@ class Section:
     def first_tensor(self) -> Borrowed:
         """K of its first layer or, without layers, its first plane: it says where calls run."""
         return self.view.layers[0].k if self.view.layers else self.view.planes[0]
+
+    @property
+    def tokens(self) -> Section | None:
+        """What it has of tokens: all but states; None: it has nothing else."""
+        planes = tuple(plane for plane in self.view.planes if plane.tokens_per_entry)
+        if len(planes) == len(self.view.planes):
+            return self
+        if self.view.layers:
+            return replace(self, view=replace(self.view, planes=planes))
+        return self._of_planes(planes)
+
+    @property
+    def states(self) -> Section | None:
+        """Its states, planes of an entry per sequence; None: it has none."""
+        planes = tuple(plane for plane in self.view.planes if not plane.tokens_per_entry)
+        is_whole = not self.view.layers and len(planes) == len(self.view.planes)
+        return self if is_whole else self._of_planes(planes)
+
+    def _of_planes(self, planes: tuple[Plane, ...]) -> Section | None:
+        layers = {plane.layer for plane in planes}
+        held = tuple(layer for layer in self.layers if layer in layers)
+        view = view_of_planes(self.view, planes)
+        return replace(self, layers=held, view=view) if held else None
 
     def of(self, layers: Sequence[int]) -> Section:
         """The same for some of its layers."""

@@ -9,12 +9,13 @@ from kvx_core.errors import InvalidArgumentError
 from kvx_core.model_record import ModelRecord
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.kinds import Heads, heads_of
+from kvx_core.stores.covers import Heads, heads_of
 from kvx_core.stores.match import Match
 from kvx_core.stores.names import is_key
 from kvx_core.words import (
     Check,
     each_is_a,
+    flag,
     instance,
     int64,
     int64s,
@@ -88,6 +89,7 @@ CHUNK: dict[str, Check] = {
     "stop": int64,
     "node": or_none(node),
     "base": int64,
+    "states": flag,
 }
 
 
@@ -140,6 +142,15 @@ def check_chunk(start: int, stop: int, base: int, end: int, chunk_tokens: int) -
         raise InvalidArgumentError(
             f"start is {start} and stop is {stop} of tokens {base} (base) to {end}, which are "
             f"not a chunk of at most {chunk_tokens} tokens, expected what spans() returned"
+        )
+
+
+def check_range(start: int, stop: int, end: int) -> None:
+    """Raises InvalidArgumentError unless a match of `end` tokens has tokens `start` to `stop`."""
+    if not 0 <= start <= stop <= end:
+        raise InvalidArgumentError(
+            f"start is {start}, stop is {stop}, expected 0 <= start <= stop <= {end}, the tokens "
+            "of the match"
         )
 
 

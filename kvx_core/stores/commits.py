@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -20,17 +21,12 @@ from kvx_core.stores.superseded import Superseded
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """Writes entries of one space.
-
-    takes_parts: whether readers take any part of an entry: then a longer one that begins with a
-                 shorter one is as good
-    """
+    """Writes entries of one space."""
 
     entries: Entries
     kinds: Kinds
     superseded: Superseded
     chunk_tokens: int
-    takes_parts: bool
 
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
         """The bytes of each new file, 0 for one that existed, or why it was not stored."""
@@ -47,6 +43,7 @@ class Commits:
         try:
             for kind in set(kinds):
                 self.kinds.ensure(kind)
+                self.kinds.know(kind)
         except StoreError as error:
             return [error] * len(snapshots)
         writes = list(map(writing, names, snapshots, kinds))
@@ -61,7 +58,7 @@ class Commits:
                 continue
             self.entries.index.wrote(name)
             if is_new:
-                self._mark(snapshot)
+                self._mark(snapshot, kinds[i])
             stored.append(sizes[name] if is_new else 0)
         self.superseded.drop()
         return stored
@@ -74,13 +71,17 @@ class Commits:
         except StoreError as error:
             return error
 
-    def _mark(self, snapshot: Snapshot) -> None:
-        """Has lookups find a new entry by its first tokens."""
-        space, step = self.kinds.record.name, self.chunk_tokens
+    def _mark(self, snapshot: Snapshot, kind: Kind) -> None:
+        """Has lookups find a new entry by its first tokens; one that has states alone by its name.
+
+        An entry that gets its states later may have lost its mark to a longer one.
+        """
+        space, step, marks = self.kinds.record.name, self.chunk_tokens, self.entries.marks
         own = Mark(snapshot.header.prefix, snapshot.tokens)
-        shorter = self.entries.marks.publish(
-            space, own.parent, own.ids, step, supersedes=self.takes_parts
-        )
+        with suppress(StoreError):  # it is stored all the same
+            if kind.is_states and not marks.has_tokens(space, own):
+                return
+        shorter = marks.publish(space, own.parent, own.ids, step)
         if shorter is not None:
             self.superseded.found(space, shorter, own, step)
 

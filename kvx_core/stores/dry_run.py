@@ -13,7 +13,7 @@ def never_found(
     sections: Sequence[Section],
     heads: Sequence[tuple[int, int]] | Mapping[int, Sequence[tuple[int, int]]],
 ) -> str:
-    """Why a lookup finds nothing of what is captured from these sections; "" if it finds it.
+    """Why a lookup finds no tokens that are captured from these sections; "" if it finds them.
 
     sections: all layers of a worker, with a table or without
     heads:    of this worker and of the others with the same layers: first, and one past the last;
@@ -22,11 +22,11 @@ def never_found(
     """
     kind, kinds = store.would_write(sections), store.kinds
     if not kinds.accepts(kind):
-        of = ((layer, kind.precision_of(layer), kinds.demand[layer]) for layer in kind.layers)
-        layer = next(layer for layer, has, wanted in of if not has.includes(wanted))
+        of = ((i, kind.precision_of(i), kinds.tokens.demand(kind, i)) for i in kind.layers)
+        layer, has, wanted = next(each for each in of if not each[1].includes(each[2]))
         return (
-            f"values of layer {layer} would be stored as {kind.precision_of(layer).name}, expected "
-            f"numbers that include those of {kinds.demand[layer].name}, which a lookup asks for"
+            f"values of layer {layer} would be stored as {has.name}, expected numbers that include "
+            f"those of {wanted.name}, which a lookup asks for"
         )
     for layer in kind.layers:
         ranks = heads[layer] if isinstance(heads, Mapping) else heads

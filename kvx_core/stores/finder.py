@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvx_core.snapshot.kind import Kind
+from kvx_core.stores.covers import Cover
 from kvx_core.stores.entries import Entries, Known
 from kvx_core.stores.index import Unknown
 from kvx_core.stores.kinds import Kinds
-from kvx_core.stores.names import Ids, entry_name, key_of
+from kvx_core.stores.names import RUNGS, Ids, entry_name, key_of
 from kvx_core.stores.windows import ALL
 
 
@@ -36,7 +37,6 @@ class Finder:
     entries: Entries | Known
     kinds: Kinds
     chunk_tokens: int
-    whole: bool = False  # entries that continue otherwise than the prompt do not count
 
     @property
     def num_corrupt(self) -> int:
@@ -52,37 +52,70 @@ class Finder:
         key = key_of(parent, ids) if key is None else key
         seen = self.kinds.all
         found = self._longest(parent, ids, at_least, key)
-        if (found.shared < len(ids) or found.lacking) and not self._knows_kinds():
-            if isinstance(self.entries, Known):
-                raise Unknown
-            if self.kinds.refresh(seen):
-                found = self._longest(parent, ids, at_least, key)
+        if (found.shared < len(ids) or found.lacking) and self._has_other_kinds(seen):
+            found = self._longest(parent, ids, at_least, key)
         return found
 
-    def _knows_kinds(self) -> bool:
-        """Whether there can be no other kinds now, or only some that have just been written."""
-        is_known = isinstance(self.entries, Known) or bool(self.kinds.all)
-        return is_known and self.kinds.listed_within(self.entries.index.fresh_seconds)
+    def ends(self, parent: str, ids: Ids, *, is_near: bool, since: int) -> Iterator[int]:
+        """How many first tokens of `ids` are asked for states, the most first: all of them, `since`
+        or more, and if it is near those of each rung and of entries that go on as `ids` do.
+        """
+        yield len(ids)
+        if not self.kinds.states.asked():
+            return
+        found = set(range(since, len(ids)))
+        if is_near:
+            found.update(i * self.chunk_tokens // RUNGS for i in range(RUNGS))
+            space = self.kinds.record.name
+            for shared, mark in self.entries.marked(space, parent, ids, self.chunk_tokens):
+                if shared == len(mark.ids):
+                    found.add(shared)
+        yield from sorted((each for each in found if 0 < each < len(ids)), reverse=True)
+
+    def states(self, parent: str, ids: Ids, key: str | None = None) -> tuple[str, ...]:
+        """Good files that together hold all states of exactly these tokens; none: they do not.
+
+        key: of `ids`, if it is known
+        """
+        key = key_of(parent, ids) if key is None else key
+        seen = self.kinds.all
+        found, _ = self._files(self.kinds.states, key, len(ids), 1)
+        if not found and self._has_other_kinds(seen):
+            found, _ = self._files(self.kinds.states, key, len(ids), 1)
+        return found
+
+    def _has_other_kinds(self, seen: tuple[Kind, ...]) -> bool:
+        """Whether there are other kinds than the caller has asked for. Those that have been listed
+        just now count as all, unless there was none.
+        """
+        if isinstance(self.entries, Known):
+            if not self.kinds.listed_within(self.entries.index.fresh_seconds):
+                raise Unknown
+            return False
+        if self.kinds.all and self.kinds.listed_within(self.entries.index.fresh_seconds):
+            return False
+        return self.kinds.refresh(seen)
 
     def _longest(self, parent: str, ids: Ids, at_least: int, key: str) -> Found:
-        if not self.kinds.asked():
+        tokens = self.kinds.tokens
+        if not tokens.asked():
             return NOTHING
         goes_on = len(ids) == self.chunk_tokens  # so that windows may have left it
-        names, lacking = self._files(key, len(ids), ALL if goes_on else 1)
+        names, lacking = self._files(tokens, key, len(ids), ALL if goes_on else 1)
         if names:
             return Found(len(ids), len(ids), names, lacking)
         space = self.kinds.record.name
         for shared, mark in self.entries.marked(space, parent, ids, self.chunk_tokens):
             if shared < max(at_least, 1):
                 break
-            if self.whole and shared < len(mark.ids):
-                continue
-            names, _ = self._files(mark.key, len(mark.ids), 1)
+            names, _ = self._files(tokens, mark.key, len(mark.ids), 1)
             if names:
                 return Found(shared, len(mark.ids), names)
         return NOTHING
 
-    def _files(self, key: str, num_tokens: int, below: int) -> tuple[tuple[str, ...], int]:
+    def _files(
+        self, cover: Cover, key: str, num_tokens: int, below: int
+    ) -> tuple[tuple[str, ...], int]:
         """Good files of an entry that together hold all layers and heads, and how far back the
         reader needs those that lack; no files if that is not `below`.
         """
@@ -93,10 +126,10 @@ class Finder:
                 asked[kind.id] = self.entries.is_good(space, key, kind, num_tokens)
             return asked[kind.id]
 
-        best: Sequence[Kind] = self.kinds.best
+        best: Sequence[Kind] = cover.best
         lacking = 0
         if not (best and all(map(is_good, best))):
-            lacking, best = self.kinds.covered(filter(is_good, self.kinds.asked()))
+            lacking, best = cover.covered(filter(is_good, cover.asked()))
             if lacking >= below:
                 return (), lacking
         return tuple(entry_name(space, key, kind.id) for kind in best), lacking

@@ -132,7 +132,18 @@ class Space:
     @property
     def num_entries(self) -> int:
         """Chunks of prompts, whose layers and heads may lie in several files."""
-        return len({file.key for kind in self.kinds.values() for file in kind.files})
+        return len({file.key for kind in self.of_tokens for file in kind.files})
+
+    @property
+    def num_states(self) -> int:
+        """Prefixes of prompts that have states."""
+        states = (kind for kind in self.kinds.values() if kind.is_states)
+        return len({file.key for kind in states for file in kind.files})
+
+    @property
+    def of_tokens(self) -> list[StoredKind]:
+        """The kinds that are not of states alone."""
+        return [kind for kind in self.kinds.values() if not kind.is_states]
 
     @property
     def used(self) -> float:
@@ -340,7 +351,7 @@ class Inventory:
         read: where they do not, since bytes are encoded, reads what the files themselves say
         """
         found: dict[str, int] = {}
-        for kind in space.kinds.values():
+        for kind in space.of_tokens:
             lengths = self._lengths_of(kind)
             for file in kind.files:
                 said = lengths.tokens(self._length(file)) if lengths else 0

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
 from threading import Lock
-from typing import BinaryIO, cast
+from typing import BinaryIO
 from weakref import WeakValueDictionary
-
-import numpy as np
-import numpy.typing as npt
 
 from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.covers import Cover
 from kvx_core.stores.names import kind_name, kinds_folder, model_record, space_record
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.windows import Windows
@@ -28,12 +25,6 @@ _MOST_BYTES = 16 << 20  # of their records, in all spaces: parsed they take ten 
 _SHARED_BYTES = 1 << 16  # of a record that spaces share
 _REFUSED_SECONDS = 1.0  # for so long a kind that cannot be taken is not read again
 _WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
-_MOST_ASKED = 32  # files of one key that a lookup asks for
-
-Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
-Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each: first, and end
-_Parts = frozenset[tuple[int, int]]  # a layer, and a head of it
-_Gain = tuple[Kind, _Parts]  # what a kind holds
 
 
 class Kinds:
@@ -70,19 +61,14 @@ class Kinds:
         self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
         self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
         self._refused: dict[str, float] = {}  # until when others are not read again
-        self._all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
-        self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
-        self._cover: tuple[Kind, ...] = ()  # the best that hold all layers and heads
-        self._gains: dict[object, tuple[object, _Parts, tuple[_Gain, ...]]] = {}  # see hold
+        self._all: tuple[Kind, ...] = ()  # those that files of this model are of
+        reach = self.windows.reach
+        self.tokens = Cover(record.kv_heads, reach, demand)
+        self.states = Cover(record.state_heads, reach, demand, is_states=True)
         self._listed = float("-inf")
         self._written: dict[str, float] = {}  # when the records of own kinds were last seen
 
     # ---- for lookups ----
-
-    @property
-    def best(self) -> Sequence[Kind]:
-        """The first of these that together hold all layers and heads; none: these do not."""
-        return self._cover
 
     def listed_within(self, seconds: float) -> bool:
         """Whether the folder of kinds was listed so lately."""
@@ -90,7 +76,7 @@ class Kinds:
 
     @property
     def all(self) -> tuple[Kind, ...]:
-        """Those that files of this model are of, best first."""
+        """Those that files of this model are of."""
         return self._all
 
     def refresh(self, seen: tuple[Kind, ...] = ()) -> bool:
@@ -133,83 +119,25 @@ class Kinds:
                 self._refused[id] = self._clock() + _REFUSED_SECONDS
         return self._kinds.get(id)
 
-    def covered(self, kinds: Iterable[Kind]) -> tuple[int, list[Kind]]:
-        """How far back the reader needs the layers that kinds do not hold together with all heads,
-        0 if they hold all; and the first that hold what they do.
-        """
-        held: Held = [np.zeros(heads, np.bool_) for heads in self.record.kv_heads]
-        chosen = []
-        for kind in kinds:
-            if _adds(kind, held):
-                chosen.append(kind)
-                if all(layer.all() for layer in held):
-                    return 0, chosen
-        reach = self.windows.reach
-        return max(reach[i] for i, layer in enumerate(held) if not layer.all()), chosen
-
-    def hold(
-        self,
-        layers: tuple[int, ...],
-        heads: Heads,
-        carried: Precision,
-        is_there: Callable[[Kind], bool],
-    ) -> bool:
-        """Whether files that are there hold these heads of these layers, at least as precise as
-        they are here.
-
-        heads:   first, and one past the last, of all layers or of each
-        carried: the coarsest precision that values here had before
-        """
-        key, kinds = (layers, heads, carried), self._all
-        known = self._gains.get(key)
-        if known is None or known[0] is not kinds:
-            if len(self._gains) >= _MOST:
-                self._gains.clear()
-            each = zip(layers, heads_of(heads, len(layers)), strict=True)
-            of = frozenset((layer, head) for layer, held in each for head in range(*held))
-            known = self._gains[key] = kinds, of, tuple(self._gains_of(kinds, of, carried))
-        _, wanted, gains = known
-        if any(gain == wanted and is_there(kind) for kind, gain in gains):
-            return True
-        for kind, gain in gains:
-            if len(gain) < len(wanted) and gain & wanted and is_there(kind):
-                wanted = wanted - gain
-        return not wanted
-
-    def _gains_of(
-        self,
-        kinds: Iterable[Kind],
-        wanted: _Parts,
-        carried: Precision,
-    ) -> Iterator[_Gain]:
-        """What kinds hold of these layers and heads, as precise as it is here."""
-        for kind in islice(kinds, _MOST_ASKED):
-            held = frozenset(
-                (layer, head)
-                for layer in kind.layers
-                if kind.precision_of(layer).includes(self.demand[layer].meet(carried))
-                for head in range(*kind.heads_of(layer))
-            )
-            if held & wanted:
-                yield kind, held & wanted
-
-    def asked(self) -> Sequence[Kind]:
-        """The kinds of files that a lookup asks for at most, best first."""
-        return self._ranked[:_MOST_ASKED]
-
     def accepts(self, kind: Kind) -> bool:
         """Whether files of a kind may be loaded here, every layer of them."""
         if self.accept == "same":
             return not self.coarser(kind)
-        return all(kind.precision_of(layer).may_become(self.demand[layer]) for layer in kind.layers)
+        demand = self.of_sort(kind).demand
+        return all(kind.precision_of(i).may_become(demand(kind, i)) for i in kind.layers)
 
     def coarser(self, kind: Kind) -> set[Precision]:
         """The precisions of a kind that do not include what is asked for."""
+        demand = self.of_sort(kind).demand
         return {
             precision
             for layer in kind.layers
-            if not (precision := kind.precision_of(layer)).includes(self.demand[layer])
+            if not (precision := kind.precision_of(layer)).includes(demand(kind, layer))
         }
+
+    def of_sort(self, kind: Kind) -> Cover:
+        """Those that hold what a kind does: what tokens have, or states."""
+        return self.states if kind.is_states else self.tokens
 
     # ---- for writers ----
 
@@ -266,7 +194,7 @@ class Kinds:
 
     def _fits(self, kind: Kind) -> bool:
         """Whether a kind is one of this model whose files this process can read."""
-        heads = self.record.kv_heads
+        heads, planes = self.of_sort(kind).heads, self.record.planes_of(kind.is_states)
         return (
             kind.keyed == self._secrets.is_keyed
             and kind.encrypted == self._secrets.is_encrypted
@@ -274,25 +202,13 @@ class Kinds:
                 layer < len(heads) and kind.heads_of(layer)[1] <= heads[layer]
                 for layer in kind.layers
             )
+            and set(kind.planes) == {plane for plane in planes if plane.layer in kind.layers}
         )
 
     def _rank(self) -> None:
-        """Sorts kinds: own precision first, then finer ones, then coarser ones; then by size."""
-        self._all = tuple(sorted(self._kinds.values(), key=self._order))
-        self._ranked = tuple(kind for kind in self._all if self.accepts(kind))
-        lacking, chosen = self.covered(self._ranked)
-        self._cover = () if lacking else tuple(chosen)
-
-    def _order(self, kind: Kind) -> tuple[int, int, int, str]:
-        rank = max(_rank(kind.precision_of(layer), self.demand[layer]) for layer in kind.layers)
-        size = sum(hi - lo for lo, hi in map(kind.heads_of, kind.layers))
-        return *rank, -size, kind.id
-
-
-def heads_of(heads: Heads, num_layers: int) -> Sequence[tuple[int, int]]:
-    """The heads of each of some layers: first, and one past the last."""
-    each = (heads,) * num_layers if isinstance(heads[0], int) else heads
-    return cast("Sequence[tuple[int, int]]", each)
+        for cover in (self.tokens, self.states):
+            cover.rank(self._kinds.values(), self.accepts)
+        self._all = (*self.tokens.all, *self.states.all)
 
 
 class Spaces:
@@ -334,26 +250,10 @@ class Spaces:
         found = self._known.get(space)
         return () if found is None else found.ids
 
-
-def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:
-    """The order of loading: the wanted precision, then those that include it, the smallest first,
-    then the closest of the others.
-    """
-    if precision == wanted:
-        return 0, 0
-    if precision.includes(wanted):
-        return 1, precision.digits
-    return 2, -precision.digits
-
-
-def _adds(kind: Kind, held: Held) -> bool:
-    """Whether a kind has something that is not held; then it is."""
-    adds = False
-    for layer in kind.layers:
-        part = held[layer][slice(*kind.heads_of(layer))]
-        if not part.all():
-            part[:] = adds = True
-    return adds
+    def states(self, space: str) -> Iterable[str]:
+        """Those of them whose files have states."""
+        found = self._known.get(space)
+        return () if found is None else [kind.id for kind in found.states.all]
 
 
 @lru_cache(maxsize=256)

@@ -161,8 +161,11 @@ class Loads:
         if self.kinds.accept == "lossy":
             return []
         demand, wanted = self.kinds.demand, section.precisions
+        has_states = section.tokens is None
         for layer, found in wanted.items():
             least = self.format.precision if says_precision(section) else demand[layer]
+            if has_states:  # computed from all layers before
+                least = self.kinds.states.coarsest
             wanted[layer] = found.meet(least)
         return [
             f"layer {layer} is stored as {part.precision}, expected numbers that include those of "

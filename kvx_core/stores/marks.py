@@ -255,11 +255,14 @@ class Marks:
         index: Index,
         kinds: Callable[[str], Iterable[str]],
         clock: Callable[[], float] = time.monotonic,
+        states: Callable[[str], Iterable[str]] = lambda space: (),
     ) -> None:
-        """index: is told of files that are corrupt or cannot be read
-        kinds: of a space, all that its entries' files may have
+        """index:  is told of files that are corrupt or cannot be read
+        kinds:  of a space, all that its entries' files may have
+        states: those of them that are states, which marks do not lead to
         """
-        self._blobs, self._secrets, self._index, self._kinds = blobs, secrets, index, kinds
+        self._blobs, self._secrets, self._index = blobs, secrets, index
+        self._kinds, self._states = kinds, states
         self.known = KnownMarks(lambda: index.fresh_seconds, clock)
         self._taken = KnownMarks(lambda: _TAKEN_SECONDS, clock)  # by entries that were there
         self._lock = Lock()  # of threads that replace marks
@@ -302,13 +305,12 @@ class Marks:
         ids: Ids,
         chunk_tokens: int,
         *,
-        supersedes: bool = True,
         from_memory: bool = True,
     ) -> Mark | None:
         """Makes the mark of an entry that is on the disk, unless all its rungs are held.
 
-        supersedes:  whether readers take parts of entries: then it takes the place of a shorter one
-                     that it begins with, if it has all of its kinds
+        It takes the place of a shorter one that it begins with, if it has all of its kinds.
+
         from_memory: whether rungs that were held lately count as held
         Returns the entry whose place it took: nobody needs it any more.
         """
@@ -328,7 +330,7 @@ class Marks:
                     elif len(held.ids) == len(ids):
                         return None
                     else:
-                        is_useless = supersedes and self.has_kinds(space, own, held)
+                        is_useless = self.has_kinds(space, own, held)
                     if not is_useless:
                         break
                     if self._replace(space, rung, held, own, chunk_tokens):
@@ -348,7 +350,7 @@ class Marks:
             mark = self._read(space, rung, chunk_tokens, length, is_writer=True)
         if mark is None or mark is _FOREIGN:
             return mark
-        names = [entry_name(space, mark.key, kind) for kind in self._kinds(space)]
+        names = self._tokens_of(space, mark)
         if names and not any(map(self._blobs.is_there, names)):
             self._delete(space, rung)
             return None
@@ -360,9 +362,24 @@ class Marks:
         is_there = self._blobs.is_there
         return [k for k in self._kinds(space) if is_there(entry_name(space, mark.key, k))]
 
+    def has_tokens(self, space: str, mark: Mark) -> bool:
+        """Whether a file of an entry is there that is no state. Raises StoreError."""
+        return any(map(self._blobs.is_there, self._tokens_of(space, mark)))
+
+    def _tokens_of(self, space: str, mark: Mark) -> list[str]:
+        """The names that files of an entry may have, without those of states."""
+        kinds, states = self._kinds(space), set(self._states(space))
+        return [entry_name(space, mark.key, kind) for kind in kinds if kind not in states]
+
     def has_kinds(self, space: str, mark: Mark, other: Mark) -> bool:
-        """Whether an entry has files of all kinds of another one. Raises StoreError."""
-        return set(self.kinds_of(space, other)) <= set(self.kinds_of(space, mark))
+        """Whether an entry has files of all kinds of another one, which has no state.
+
+        Nobody can use a state for other tokens than its own. Raises StoreError.
+        """
+        useless = set(self.kinds_of(space, other))
+        return useless.isdisjoint(self._states(space)) and useless <= set(
+            self.kinds_of(space, mark)
+        )
 
     def _replace(self, space: str, rung: str, held: Mark, own: Mark, chunk_tokens: int) -> bool:
         """Puts a mark in the place of another; False if that one is not there any more."""

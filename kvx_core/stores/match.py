@@ -21,3 +21,14 @@ class Match:
 
     num_tokens: int
     spans: tuple[StoredSpan, ...]  # one after the other, from token 0
+    states: tuple[str, ...] = ()  # files that together hold the states of these tokens
+
+    def span_of_states(self, chunk_tokens: int) -> StoredSpan:
+        """The last tokens as the files of states have them."""
+        first = max(self.num_tokens - 1, 0) // chunk_tokens * chunk_tokens
+        return StoredSpan(first, self.num_tokens, self.num_tokens - first, self.states)
+
+    @property
+    def names(self) -> list[str]:
+        """All files."""
+        return [*(name for span in self.spans for name in span.names), *self.states]

@@ -1,15 +1,16 @@
-"""ModelPlanes: the planes beside K and V that every entry of a prefix store has."""
+"""ModelPlanes: the planes of a prefix store's model beside K and V: those of tokens, and states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.planes import Plane
 from kvx_core.snapshot import PlaneKind, Section, StoreError
 from kvx_core.snapshot.planes import kinds_of
+from kvx_core.stores import arguments
 from kvx_core.types import Role
 from kvx_core.words import each, instance
 
@@ -29,9 +30,35 @@ class ModelPlanes:
         return cls(frozenset(kind for kind in kinds if kind.role not in (Role.K, Role.V)))
 
     @property
-    def have_states(self) -> bool:
-        """Whether entries have states, which belong to all of their tokens together."""
-        return any(kind.tokens_per_entry == 0 for kind in self.kinds)
+    def states(self) -> frozenset[PlaneKind]:
+        """Those that belong to all tokens of a prefix together."""
+        return frozenset(kind for kind in self.kinds if not kind.tokens_per_entry)
+
+    def state_heads(self, given: Any, kv_heads: Sequence[int]) -> tuple[int, ...]:
+        """The heads of the states of each layer, as SpaceRecord has them.
+
+        given: as PrefixStore takes it: a number, or one of each layer; None: those of K and V
+        Raises InvalidArgumentError.
+        """
+        if not self.states:
+            return ()
+        heads = kv_heads
+        if given is not None:
+            heads = arguments.of_layers("state_heads", given, len(kv_heads))
+        found = [0] * len(kv_heads)
+        for kind in sorted(self.states):
+            if not kind.layer < len(kv_heads):
+                raise InvalidArgumentError(
+                    f"{kind.words} is one of planes, expected layers below num_layers "
+                    f"{len(kv_heads)}"
+                )
+            if not (kind.replicated or heads[kind.layer]):
+                raise InvalidArgumentError(
+                    f"state_heads of layer {kind.layer} is 0, expected how many heads "
+                    f"{kind.words} has on all ranks together, or a plane that is replicated"
+                )
+            found[kind.layer] = max(found[kind.layer], 1 if kind.replicated else heads[kind.layer])
+        return tuple(found)
 
     def check_chunks(self, chunk_tokens: int) -> None:
         """Raises InvalidArgumentError unless chunks consist of complete entries of planes."""
@@ -42,22 +69,42 @@ class ModelPlanes:
                     f"{kind.tokens_per_entry}: an entry of {kind.words} stands for so many tokens"
                 )
 
-    def check_section(self, section: Section) -> None:
-        """Raises InvalidArgumentError unless a section has the planes of its layers."""
-        expected = {kind for kind in self.kinds if kind.layer in section.layers}
-        found = set(kinds_of(section.view))
-        if expected != found:
-            one = min(expected ^ found)
-            where = "store" if one in expected else "section"
-            raise InvalidArgumentError(
-                f"{one.words} is a plane of the {where} alone: {one}, expected the same planes. "
-                "PrefixStore(planes=...) takes those of the model"
+    def check_section(self, section: Section, part: Section, *, states: bool) -> None:
+        """Raises InvalidArgumentError unless a section has planes of the model alone, and a part of
+        it all of one sort of its layers.
+
+        part: what the section has of tokens, or its states
+        """
+        there = self.states if states else self.kinds - self.states
+        expected = {kind for kind in there if kind.layer in part.layers}
+        odd = (expected - set(kinds_of(part.view))) | (set(kinds_of(section.view)) - self.kinds)
+        if odd:
+            _refuse(min(odd), "store" if min(odd) in self.kinds else "section")
+
+    def check_load(
+        self, sections: Iterable[Section], states: Iterable[Section], stop: int, end: int
+    ) -> None:
+        """Raises unless tokens up to `stop` can be loaded into sections from a match of `end`.
+
+        states: all states of the sections
+        Raises InvalidArgumentError if layers lack states that the model has there; StoreError if
+        those of the match are not of so many tokens.
+        """
+        if not self.states or not stop:
+            return
+        layers = {layer for section in sections for layer in section.layers}
+        expected = {kind for kind in self.states if kind.layer in layers}
+        lacking = expected - {kind for section in states for kind in kinds_of(section.view)}
+        if lacking:
+            _refuse(min(lacking), "store")
+        if stop != end:
+            raise StoreError(
+                f"stop is {stop}, expected {end}: the states of a match belong to all of its tokens"
             )
 
-    def check_stop(self, stop: int, ends: Set[int]) -> None:
-        """Raises StoreError if tokens up to `stop` have no state; those up to `ends` have."""
-        if self.have_states and stop not in ends:
-            raise StoreError(
-                f"stop is {stop}, expected one of {sorted(ends)}: the states that are stored "
-                "belong to the prefixes that end there"
-            )
+
+def _refuse(one: PlaneKind, where: str) -> None:
+    raise InvalidArgumentError(
+        f"{one.words} is a plane of the {where} alone: {one}, expected the same planes. "
+        "PrefixStore(planes=...) takes those of the model"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
@@ -18,45 +19,83 @@ class ModelSections:
 
     fingerprint: str
     kv_heads: tuple[int, ...]  # of each layer
+    state_heads: tuple[int, ...]  # of each layer's states
     planes: ModelPlanes
     format: StorageFormat
     is_lossy: bool
 
-    def of(self, section: Section, *, captured: bool = False) -> Section:
+    def all_of(
+        self, sections: Iterable[Section], *, states: bool = False, captured: bool = False
+    ) -> list[Section]:
+        """What each section has of tokens, or its states; those that have none are left out.
+
+        Raises InvalidArgumentError if none has any and they are to be captured, and as `_of`.
+        """
+        each = [self._of(section, states, captured) for section in sections]
+        found = [section for section in each if section is not None]
+        if captured and each and not found:
+            raise InvalidArgumentError(
+                f"sections have no {'states' if states else 'keys and values of tokens'}, expected "
+                f"some. Capture what they have with states={not states}"
+            )
+        return found
+
+    def _of(self, section: Section, states: bool, captured: bool) -> Section | None:
         """The section with the fingerprint and heads of this model filled in.
 
+        states:   its states alone; else all but these. None: it has no such
         captured: its values are to be stored
         Raises InvalidArgumentError if it is of another model, UnsupportedError if the format rounds
         what an exact store would capture. What is found of a view is kept with it.
         """
-        kept, key = section.view.memo, (self, captured, section.layers, section.encoding)
+        kept = section.view.memo
+        key = self, states, captured, section.layers, section.encoding
         if key not in kept:
-            self._check(section)
-            found = self._completed(section)
-            if captured:
-                self._check_exact(found)
+            part = section.states if states else section.tokens
+            if part is not None:
+                self.planes.check_section(section, part, states=states)
+                part = self._completed(part, states)
+                if captured:
+                    self._check_exact(part)
             # A view that referred to itself would stay until garbage collection.
-            kept[key] = None if found is section else found.view
-        view = kept[key]
-        return section if view is None else replace(section, view=view)
+            is_same = part is not None and part.view is section.view
+            kept[key] = None if part is None else (part.layers, None if is_same else part.view)
+        found = kept[key]
+        if found is None:
+            return None
+        layers, view = found
+        return section if view is None else replace(section, layers=layers, view=view)
 
-    def _check(self, section: Section) -> None:
-        num_layers, last = len(self.kv_heads), section.heads[1]
-        if max(section.layers) >= num_layers or any(
-            last > self.kv_heads[layer] for layer in section.layers
-        ):
+    def _completed(self, section: Section, states: bool) -> Section:
+        view, heads = section.view, self.state_heads if states else self.kv_heads
+        facts = view.facts
+        if states and all(plane.replicated for plane in view.planes):
+            facts = replace(facts, first_kv_head=0)  # every rank stores the same
+        elif facts.fingerprint is not None and facts.total_kv_heads is not None and not states:
+            self._check(section, heads, states)
+            return section
+        section = replace(section, view=replace(view, facts=facts))
+        self._check(section, heads, states)
+        total = heads[section.layers[0]]
+        facts = replace(facts, fingerprint=self.fingerprint, total_kv_heads=total)
+        return replace(section, view=replace(view, facts=facts))
+
+    def _check(self, section: Section, heads: tuple[int, ...], states: bool) -> None:
+        num_layers, last = len(heads), section.heads[1]
+        if max(section.layers) >= num_layers or any(last > heads[i] for i in section.layers):
             raise InvalidArgumentError(
                 f"section has layers {section.layers} and heads {section.heads}, expected them "
-                f"within the {num_layers} layers of the store and their heads {self._words}"
+                f"within the {num_layers} layers of the store and their heads {_words(heads)}"
             )
-        totals = {self.kv_heads[layer] for layer in section.layers}
+        totals = {heads[layer] for layer in section.layers}
         if len(totals) > 1:
             raise InvalidArgumentError(
                 f"section has layers {section.layers} of a model in which they have "
                 f"{sorted(totals)} heads, expected as many in all. Make a section of each"
             )
-        self.planes.check_section(section)
-        wanted = {"total_kv_heads": totals.pop(), "fingerprint": self.fingerprint}
+        wanted: dict[str, object] = {"fingerprint": self.fingerprint}
+        if not states:  # of which a section with K and V does not say it
+            wanted["total_kv_heads"] = totals.pop()
         for name, expected in wanted.items():
             found = getattr(section.view.facts, name)
             if found not in (None, expected):
@@ -64,19 +103,6 @@ class ModelSections:
                     f"section.view.facts.{name} is {found!r}, expected {expected!r} "
                     "as the store has"
                 )
-
-    @property
-    def _words(self) -> str:
-        each = sorted(set(self.kv_heads))
-        return str(each[0]) if len(each) == 1 else f"{self.kv_heads}"
-
-    def _completed(self, section: Section) -> Section:
-        view, facts = section.view, section.view.facts
-        if facts.fingerprint is not None and facts.total_kv_heads is not None:
-            return section
-        total = self.kv_heads[section.layers[0]]
-        facts = replace(facts, fingerprint=self.fingerprint, total_kv_heads=total)
-        return replace(section, view=replace(view, facts=facts))
 
     def _check_exact(self, section: Section) -> None:
         """Raises UnsupportedError if the format rounds a section and the store is an exact one."""
@@ -87,3 +113,8 @@ class ModelSections:
                 "entries are shared with exact ones. Choose a format that holds them all, or none. "
                 "If they are such numbers in a wider dtype, set facts.compute_dtype of the section"
             )
+
+
+def _words(heads: tuple[int, ...]) -> str:
+    each = sorted(set(heads))
+    return str(each[0]) if len(each) == 1 else f"{heads}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
-from kvx_core.snapshot import Precisions, Section, StorageFormat
+from kvx_core.snapshot import Precision, Precisions, Section, StorageFormat
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture_all
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
+from kvx_core.stores.entries import Carried
+from kvx_core.stores.loads import says_precision
 from kvx_core.view import CacheView
 
 _MOST = 64  # that are remembered
@@ -22,22 +25,41 @@ class _Known(NamedTuple):
 class OwnKinds:
     """Finds the kind of sections, once for the same views. Threads may share it."""
 
-    def __init__(self, format: StorageFormat, secrets: Secrets) -> None:
+    def __init__(
+        self,
+        format: StorageFormat,
+        secrets: Secrets,
+        own: Sequence[Precision],
+        carried: Carried,
+    ) -> None:
+        """own: the precision of each layer of the cache"""
         self._format, self._secrets = format, secrets
+        self._own, self._carried = tuple(own), carried
         self._known: dict[object, _Known] = {}
 
-    def of(self, sections: Sequence[Section], carried: Precisions, chunk_tokens: int) -> Kind:
+    def at_most(self, sections: Sequence[Section], *, states: bool) -> Precisions:
+        """The precision that what is captured counts as at most, whatever its sections say.
+
+        states: the sections are of states, each of which is computed from all layers before it
+        """
+        carried, each = self._carried.precision, enumerate(self._own)
+        if states:
+            return carried.meet(reduce(Precision.meet, self._own))
+        unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
+        known = tuple(carried.meet(own) if i in unsaid else carried for i, own in each)
+        return known if unsaid else carried
+
+    def of(self, sections: Sequence[Section], at_most: Precisions, chunk_tokens: int) -> Kind:
         """The kind of what is captured from these sections.
 
-        carried: the coarsest precision that their values had before, of all layers or a tuple
         Raises InvalidArgumentError, UnsupportedError.
         """
-        key = tuple((id(s.view), s.layers, s.encoding) for s in sections), carried, chunk_tokens
+        key = tuple((id(s.view), s.layers, s.encoding) for s in sections), at_most, chunk_tokens
         found = self._known.get(key)
         if found is None:
-            check_sections(sections, self._format, carried)
+            check_sections(sections, self._format, at_most)
             tensors = dict(to_capture_all(sections, chunk_tokens, self._format))
-            parts = tuple(parts_of(sections, self._format, carried))
+            parts = tuple(parts_of(sections, self._format, at_most))
             kind = Kind.of(
                 parts,
                 tensors,

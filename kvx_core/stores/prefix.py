@@ -37,11 +37,12 @@ from kvx_core.stores import arguments
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.commits import Commits, name_in
 from kvx_core.stores.config import stored_config
+from kvx_core.stores.covers import Heads
 from kvx_core.stores.entries import Carried, Entries, Known
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index
-from kvx_core.stores.kinds import Heads, Kinds, Spaces
-from kvx_core.stores.loads import Loads, Progress, says_precision
+from kvx_core.stores.kinds import Kinds, Spaces
+from kvx_core.stores.loads import Loads, Progress
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
@@ -57,7 +58,7 @@ from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
 from kvx_core.stores.windows import Windows
 from kvx_core.types import DType
-from kvx_core.words import instance, int64, int64s, integer, items, takes
+from kvx_core.words import flag, instance, int64, int64s, integer, items, takes
 
 _LISTED_SECONDS = 1.0  # that writers take a list of kinds for right
 
@@ -92,12 +93,13 @@ class PrefixStore:
         planes: Iterable[Plane | PlaneKind] = (),
         format: StorageFormat | DType | str | None = None,
         windows: Sequence[int] | None = None,
+        state_heads: int | Sequence[int] | None = None,
     ) -> None:
         """A store of one model in `blobs`, which other models may use too.
 
         fingerprint:  of the model as it is computed; or its record, which people can then read
         num_layers:   of the model; an entry is found once it holds all of them
-        total_kv_heads: of the model, in every layer; or of each layer
+        total_kv_heads: of the model, in every layer; or of each layer, 0: it has states alone
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
                       V); or that of each layer
         chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
@@ -112,6 +114,8 @@ class PrefixStore:
                       cache has them
         windows:      of each layer, how many tokens before the end of a prefix are loaded, the
                       others being null blocks; 0: all. None: all of every layer
+        state_heads:  of the states of the model that ranks split, in every layer or of each; None:
+                      as many as KV heads
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
         """
         requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
@@ -125,7 +129,7 @@ class PrefixStore:
         self._secrets = Secrets.of(key, encryption_key)
         self.format = StorageFormat.of(format)
         is_lossy = any(map(self.format.is_lossy_for, demand))
-        self._own = tuple(each.meet(self.format.precision) for each in demand)
+        own = tuple(each.meet(self.format.precision) for each in demand)
         self._carried = Carried()
         self._planes = ModelPlanes.of(planes)
         self._record = SpaceRecord(
@@ -134,16 +138,18 @@ class PrefixStore:
             planes=tuple(sorted(self._planes.kinds)),
             lossy=self.format.name if is_lossy else "",
             salt=salt_digest(salt),
+            state_heads=self._planes.state_heads(state_heads, kv_heads),
         )
-        of_model = fingerprint, kv_heads, self._planes, self.format
+        of_model = fingerprint, kv_heads, self._record.state_heads, self._planes, self.format
         self._sections = ModelSections(*of_model, self.is_lossy)
         self.windows = Windows.of(windows, num_layers)
-        self._spaces = Spaces(blobs, self._secrets, self._own, accept, self.windows, about)
-        marks = Marks(blobs, self._secrets, index := Index(), self._spaces.ids)
+        self._spaces = Spaces(blobs, self._secrets, own, accept, self.windows, about)
+        spaces, index = self._spaces, Index()
+        marks = Marks(blobs, self._secrets, index, spaces.ids, states=spaces.states)
         self._entries = Entries(blobs, self._secrets, marks, index)
         self._superseded = Superseded(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
-        self._own_kinds = OwnKinds(self.format, self._secrets)
+        self._own_kinds = OwnKinds(self.format, self._secrets, own, self._carried)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
         self._config = stored_config(blobs, self._secrets, chunk_tokens, new_chunk_tokens)
         try:
@@ -187,6 +193,11 @@ class PrefixStore:
         return bool(self._record.lossy)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a prefix has states, which belong to all of its tokens together."""
+        return bool(self._planes.states)
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens of a full chunk."""
         if self._config is None:
@@ -227,15 +238,13 @@ class PrefixStore:
     @property
     def finder(self) -> Finder:
         """Finds files on the disk."""
-        return self._finder_in(self._entries)
+        return Finder(self._entries, self._kinds, self.chunk_tokens)
 
     @property
     def known(self) -> Finder:
         """Finds files in memory, without the disk; raises index.Unknown."""
-        return self._finder_in(Known(self.index, self._entries.marks))
-
-    def _finder_in(self, entries: Entries | Known) -> Finder:
-        return Finder(entries, self._kinds, self.chunk_tokens, whole=self._planes.have_states)
+        known = Known(self.index, self._entries.marks)
+        return Finder(known, self._kinds, self.chunk_tokens)
 
     @takes(tokens=items)
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
@@ -256,13 +265,12 @@ class PrefixStore:
         """The longest prefix of `tokens` that is stored, exact to the token.
 
         An entry counts if accepted files together hold all its layers and heads, but for those that
-        `windows` leaves out before the last chunks; the most precise
-        files are chosen. Corrupt files do not count, and are deleted, those behind the first one
-        too. Files that cannot be read now, or are not signed with the store's key, do not count.
-        Entries that begin like the rest of the prompt are found by their marks: a lookup may miss
-        an eighth of a chunk where very many differ late. Where the model has states, of one prefix
-        each, entries that continue differently do not count. Reads no keys or values.
-        Raises InvalidArgumentError if `tokens` are no integers.
+        `windows` leaves out before the last chunks; the most precise files are chosen. Where the
+        model has states, the prefix is the longest that has them too. Corrupt files do not count,
+        and are deleted, those behind the first one too. Files that cannot be read now, or are not
+        signed with the store's key, do not count. Entries that begin like the rest of the prompt
+        are found by their marks: a lookup may miss an eighth of a chunk where very many differ
+        late. Reads no keys or values. Raises InvalidArgumentError if `tokens` are no integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
         walk.go_on(self.finder)
@@ -283,7 +291,7 @@ class PrefixStore:
 
         at_least: shorter matches need not be found
         """
-        return Walk(tokens, num_tokens, at_least)
+        return Walk(tokens, num_tokens, at_least, self.has_states)
 
     @takes(**arguments.CHUNK, layers=int64s, heads=arguments.heads)
     def missing(
@@ -297,6 +305,7 @@ class PrefixStore:
         node: str | None = None,
         base: int = 0,
         from_memory: bool = False,
+        states: bool = False,
     ) -> bool:
         """Whether some of these layers and heads of the entry tokens[start:stop) are not stored
         with the precision that they have here.
@@ -308,12 +317,13 @@ class PrefixStore:
         base:        with `node`, the position of tokens[0]: what is before it can be left out
         from_memory: does not ask the disk; False for what was loaded or stored here, however long
                      ago (see `confirm`); else True if memory does not know
+        states:      means the states of the first `stop` tokens; else all but states
         Looks at names only; in stores with keys, also at who has written a file. Raises
         InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
-        arguments.check_part(self._record.kv_heads, held, heads)
+        arguments.check_part(self._record.heads(states), held, heads)
         key = key_of(node, ids)
 
         def is_there(kind: Kind) -> bool:
@@ -325,7 +335,8 @@ class PrefixStore:
 
         if not from_memory and not self._kinds.listed_within(_LISTED_SECONDS):
             self._kinds.refresh()
-        return not self._kinds.hold(held, heads, self.carried, is_there)
+        cover = self._kinds.states if states else self._kinds.tokens
+        return not cover.hold(held, heads, self.carried, is_there)
 
     def confirm(self) -> None:
         """Asks the disk for the files that `missing` took for stored from memory, and which were
@@ -348,21 +359,22 @@ class PrefixStore:
         *,
         node: str | None = None,
         base: int = 0,
+        states: bool = False,
     ) -> Snapshot | None:
         """Copies tokens `start` to `stop` of a sequence out of caches, into new memory of the host.
 
-        tokens, start, stop, node, base: as for `missing`
+        tokens, start, stop, node, base, states: as for `missing`
         sections: what is held here of the sequence
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
-        chunks = self.chunks(sections, start, stop)
+        chunks = self.chunks(sections, start, stop, states=states)
         snapshot = Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
         if snapshot is not None:
-            for section in sections:
+            for section in chunks.sections:
                 snapshot.fill(section)
-            snapshot.settle(sections)
+            snapshot.settle(chunks.sections)
         return snapshot
 
     def chunks(
@@ -372,33 +384,33 @@ class PrefixStore:
         stop: int,
         *,
         pool: MemoryPool | None = None,
+        states: bool = False,
     ) -> Chunks:
         """What is held here of tokens `start` to `stop` of a sequence, to capture chunks of it.
 
         sections: their tables must not change until chunks are captured
+        states:   see `capture`
         pool:     whose memory the chunks have as long as they live; None: new memory
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        sections = [self._sections.of(section, captured=True) for section in sections]
-        precision = self._at_most(sections)
-        kind = self._own_kinds.of(sections, precision, self.chunk_tokens)
+        held, precision, kind = self._captured(sections, states)
         self._kinds.know(kind)
         return Chunks(
-            sections, start, stop, precision=precision, format=self.format, pool=pool, kind=kind
+            held, start, stop, precision=precision, format=self.format, pool=pool, kind=kind
         )
 
-    def _at_most(self, sections: Iterable[Section]) -> Precisions:
-        """The precision that what is captured counts as at most, whatever its sections say."""
-        carried, each = self.carried, enumerate(self._own)
-        unsaid = {layer for one in sections if not says_precision(one) for layer in one.layers}
-        known = tuple(carried.meet(own) if i in unsaid else carried for i, own in each)
-        return known if unsaid else carried
-
-    @takes(sections=arguments.SECTIONS)
-    def would_write(self, sections: Sequence[Section]) -> Kind:
+    @takes(sections=arguments.SECTIONS, states=flag)
+    def would_write(self, sections: Sequence[Section], *, states: bool = False) -> Kind:
         """The kind of the files that are captured from sections like these. Raises as `chunks`."""
-        sections = [self._sections.of(section, captured=True) for section in sections]
-        return self._own_kinds.of(sections, self._at_most(sections), self.chunk_tokens)
+        return self._captured(sections, states)[2]
+
+    def _captured(
+        self, sections: Iterable[Section], states: bool
+    ) -> tuple[list[Section], Precisions, Kind]:
+        """What is captured of sections, the precision that it counts as at most, and its kind."""
+        held = self._sections.all_of(sections, states=states, captured=True)
+        at_most = self._own_kinds.at_most(held, states=states)
+        return held, at_most, self._own_kinds.of(held, at_most, self.chunk_tokens)
 
     def commit(self, snapshot: Snapshot) -> int:
         """Stores what `capture` of this store returned. May be called from any thread.
@@ -420,13 +432,7 @@ class PrefixStore:
         On a disk of this machine they are synced together, in a fraction of the time. All files are
         open meanwhile: 64 are as quick as more.
         """
-        commits = Commits(
-            self._entries,
-            self._kinds,
-            self._superseded,
-            self.chunk_tokens,
-            takes_parts=not self._planes.kinds,
-        )
+        commits = Commits(self._entries, self._kinds, self._superseded, self.chunk_tokens)
         return commits.commit_all(snapshots)
 
     @property
@@ -458,30 +464,24 @@ class PrefixStore:
         match:    what `lookup` found, here or in another process
         sections: where the sequence lies; its null blocks are skipped
         progress: tells another thread how far the load is, and can cancel it
+        Where the model has states, `stop` is the end of the match, and they are loaded first.
         All of a span is read and checked before the first byte of it is written. If a file of one
         is bad, the spans before it are loaded, as `progress` says, and all after it are checked:
         corrupt files are deleted at once. Waits for devices.
         Mutates the caches. Returns the bytes of these tokens as the sections store them.
         Raises StoreError naming the file, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
-        if not 0 <= start <= stop <= match.num_tokens:
-            raise InvalidArgumentError(
-                f"start is {start}, stop is {stop}, expected 0 <= start <= stop <= "
-                f"{match.num_tokens}, the tokens of the match"
-            )
-        ends = {span.start + span.num_entry_tokens for span in match.spans}
-        if start < stop:
-            self._planes.check_stop(stop, ends)
-        sections = [self._sections.of(section) for section in sections]
-        loads = Loads(
-            self._entries,
-            self._kinds,
-            self.chunk_tokens,
-            self._carried,
-            self.format,
-            self._rooms,
-        )
-        return loads.load(match.spans, start, stop, sections, stream, progress or Progress())
+        arguments.check_range(start, stop, match.num_tokens)
+        tokens = self._sections.all_of(sections)
+        states = self._sections.all_of(sections, states=True)
+        self._planes.check_load(sections, states, stop, match.num_tokens)
+        step, num_bytes = self.chunk_tokens, 0
+        loads = Loads(self._entries, self._kinds, step, self._carried, self.format, self._rooms)
+        if states and stop:  # first: tokens are no use without them
+            span = match.span_of_states(step)
+            num_bytes = loads.load([span], span.start, stop, states, stream, Progress())
+        progress = progress or Progress()
+        return num_bytes + loads.load(match.spans, start, stop, tokens, stream, progress)
 
     def _span(
         self,

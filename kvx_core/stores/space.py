@@ -29,6 +29,7 @@ class _Fields:
     fingerprint: Annotated[str, Field(max_length=4096)]
     epoch: Annotated[str, Field(max_length=4096)]
     kv_heads: Annotated[list[_Heads], Field(min_length=1, max_length=_MOST_LAYERS)]
+    state_heads: Annotated[list[_Heads], Field(max_length=_MOST_LAYERS)]
     planes: Annotated[list[_Plane], Field(max_length=16 * _MOST_LAYERS)]
     lossy: Annotated[str, Field(max_length=64)]
     salt: Annotated[str, Field(pattern=rf"^({_HEX})?$")]
@@ -42,7 +43,9 @@ class SpaceRecord:
     """What decides the keys of entries.
 
     fingerprint: of the model as it is computed: ModelRecord.fingerprint
-    kv_heads:    of each layer of the model
+    kv_heads:    of each layer of the model; 0: it has states alone
+    state_heads: the heads of the states of each layer: 1 where every rank has them whole, 0 where
+                 there are none; (): no layer has states
     epoch:       which weights, when they are not those of the model's files; "": they are
     planes:      beside K and V
     lossy:       the format that rounds what is stored; "": none does
@@ -55,6 +58,7 @@ class SpaceRecord:
     planes: tuple[PlaneKind, ...] = ()
     lossy: str = ""
     salt: str = ""
+    state_heads: tuple[int, ...] = ()
 
     @cached_property
     def text(self) -> bytes:
@@ -64,6 +68,7 @@ class SpaceRecord:
             "fingerprint": self.fingerprint,
             "epoch": self.epoch,
             "kv_heads": list(self.kv_heads),
+            "state_heads": list(self.state_heads),
             "planes": [
                 [p.layer, int(p.role), p.tokens_per_entry, p.replicated]
                 for p in sorted(self.planes)
@@ -103,10 +108,24 @@ class SpaceRecord:
             tuple(PlaneKind(*plane) for plane in fields.planes),
             fields.lossy,
             fields.salt,
+            tuple(fields.state_heads),
         )
+        if len(record.state_heads) not in (0, len(record.kv_heads)):
+            raise CorruptError(
+                f"{where} is no record of a space: state_heads has {len(record.state_heads)} "
+                f"numbers, expected one of each of the {len(record.kv_heads)} layers, or none"
+            )
         if hashlib.sha256(raw).hexdigest() != name or record.text != raw:
             raise CorruptError(f"{where} is not what its folder is named after")
         return record
+
+    def heads(self, states: bool) -> tuple[int, ...]:
+        """Of each layer: those of its states, or of what tokens have."""
+        return self.state_heads if states else self.kv_heads
+
+    def planes_of(self, states: bool) -> list[PlaneKind]:
+        """The states, or the planes of tokens."""
+        return [plane for plane in self.planes if states != bool(plane.tokens_per_entry)]
 
     def salted(self, salt: str) -> Self:
         """The same for another salt."""

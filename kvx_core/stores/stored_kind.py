@@ -40,6 +40,11 @@ class StoredKind:
     files: list[StoredFile] = field(default_factory=list)
 
     @property
+    def is_states(self) -> bool:
+        """Whether it is known that its files have states alone."""
+        return self.kind is not None and self.kind.is_states
+
+    @property
     def layers(self) -> Iterator[Layers]:
         """What layers its files hold, in order. None if the kind is not known."""
         if self.kind is None:

@@ -2,7 +2,7 @@
 
 A conversation that is stored after each turn leaves an entry of its last tokens each time, and
 readers take any part of the longest. The longer one has taken the mark of the shorter one: see
-Marks.publish. Nothing is listed.
+Marks.publish. Nothing is listed. An entry with states stays: no longer one has them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Superseded:
         """Deletes the files that are due.
 
         None of an entry if the longer one does not have all of its kinds: a rank may not have
-        written it, or it has gone. A store that fails now costs no more than room.
+        written it, it has gone, or the shorter one has got states. A store that fails now costs no
+        more than room.
         """
         while True:
             with self._lock:

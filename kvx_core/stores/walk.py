@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.match import Match, StoredSpan
 from kvx_core.stores.names import Ids
 from kvx_core.stores.token_chain import TokenChain
 
+_CLOSE = 16  # prefixes that end with the last tokens found, of which all are asked for states
+_NEAR = 64  # chunks, in which states are asked for inside of chunks too
+
 
 @dataclass(slots=True)
 class Walk:
     """The longest stored prefix of the first `num_tokens` tokens of a chain, as far as it is known.
+
+    It goes over the chunks of tokens, and if the model has states from the furthest token back to
+    the first prefix that has them.
 
     at_least: shorter matches need not be found
     """
@@ -21,11 +27,16 @@ class Walk:
     chain: TokenChain
     num_tokens: int
     at_least: int = 1
+    has_states: bool = False
     is_over: bool = False
+    _goes_on: bool = True  # over tokens
     _is_cut: bool = False  # a corrupt file ended it
     _at: int = 0
     _spans: list[StoredSpan] = field(default_factory=list)
-    _lacking: list[int] = field(default_factory=list)  # of each: see Found
+    # Of each: prefixes that end in it have to be as long, for all that their reader needs.
+    _floors: list[int] = field(default_factory=list)
+    _left: int = 0  # of the spans, those in which a state may be
+    _found: Match = field(default_factory=lambda: Match(0, ()))  # with states
 
     @property
     def num_found(self) -> int:
@@ -39,12 +50,13 @@ class Walk:
         Layers with a window are needed in the last chunks alone: where they lack in one that the
         window reaches, the prefix ends before it.
         """
-        stop, count = self._at, len(self._spans)
-        if any(self._lacking):
-            for i in range(len(self._spans) - 1, -1, -1):
-                if stop - self._lacking[i] < self._spans[i].stop:
-                    stop, count = self._spans[i].start, i
-        return Match(stop, tuple(self._spans[:count]))
+        if self.has_states:
+            return self._found
+        count = len(self._spans)
+        while count and self._spans[count - 1].stop < self._floors[count - 1]:
+            count -= 1
+        spans = tuple(self._spans[:count])
+        return Match(spans[-1].stop if spans else 0, spans)
 
     def go_on(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Walks on to the end, or until `is_enough` after a chunk.
@@ -52,25 +64,51 @@ class Walk:
         Raises what the finder raises: Unknown if it has only what memory knows. It can then go on
         with another one.
         """
-        step = self.chain.chunk_tokens
         while not self.is_over:
-            at = self._at
-            node = self.chain.node(at // step)
-            rest = self.chain.ids(at, min(at + step, self.num_tokens))
-            if not len(rest):
-                self.is_over = True
-                return
-            num_corrupt = finder.num_corrupt
-            found = finder.longest(node, rest, 1 if at else self.at_least, self._key(at, rest))
-            shared = found.shared
-            if shared:
-                self._spans.append(StoredSpan(at, at + shared, found.num_tokens, found.names))
-                self._lacking.append(found.lacking)
-                self._at += shared
-            self.is_over = shared < step or self._at == self.num_tokens
-            self._is_cut = shared < len(rest) and finder.num_corrupt > num_corrupt
+            if self._goes_on:
+                self._goes_on = self._take(finder)
+                self._left = len(self._spans) if self.has_states else 0
+            else:
+                self._look_back(finder)
+            self.is_over = not (self._goes_on or self._left)
             if is_enough():
                 return
+
+    def _take(self, finder: Finder) -> bool:
+        """Takes the next chunk; whether there may be one behind it."""
+        step, at = self.chain.chunk_tokens, self._at
+        node = self.chain.node(at // step)
+        rest = self.chain.ids(at, min(at + step, self.num_tokens))
+        if not len(rest):
+            return False
+        num_corrupt = finder.num_corrupt
+        found = finder.longest(node, rest, 1 if at else self.at_least, self._key(at, rest))
+        shared = found.shared
+        if shared:
+            self._spans.append(StoredSpan(at, at + shared, found.num_tokens, found.names))
+            floor = at + shared + found.lacking if found.lacking else 0
+            self._floors.append(max(floor, *self._floors[-1:], 0))
+            self._at += shared
+        self._is_cut = shared < len(rest) and finder.num_corrupt > num_corrupt
+        return shared == step and self._at < self.num_tokens
+
+    def _look_back(self, finder: Finder) -> None:
+        """Asks for the states of prefixes that end in the last of the spans that are left."""
+        i = self._left - 1
+        span, least = self._spans[i], max(self._floors[i], self.at_least)
+        node, ids = self.chain.node(i), self.chain.ids(span.start, span.stop)
+        is_near = len(self._spans) - i <= _NEAR
+        since = self._at - _CLOSE - span.start + 1
+        for count in finder.ends(node, ids, is_near=is_near, since=since):
+            stop, mine = span.start + count, ids[:count]
+            if stop < least:
+                break
+            names = finder.states(node, mine, self._key(span.start, mine))
+            if names:
+                spans = *self._spans[:i], replace(span, stop=stop)
+                self._found, self._left = Match(stop, spans, names), 0
+                return
+        self._left = i
 
     def check_rest(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Opens what is stored behind a corrupt file that ended the walk, if one did.

@@ -136,6 +136,18 @@ def entries_of(kind: Mapping[str, Any], tensors: Mapping[str, Tensor], size: int
     return entries
 
 
+def holds_states(kind_raw: bytes) -> bool:
+    """Whether files of a kind hold states, and nothing else."""
+    kind = json.loads(kind_raw)
+    per = [plane[2] for group in kind["groups"] for plane in group["planes"]]
+    if 0 not in per:
+        return False
+    assert not any(per)
+    assert all(name.startswith("planes.") for name, *_ in kind["tensors"])
+    assert all(isinstance(shape[0], int) for _, _, shape, *_ in kind["tensors"])
+    return True
+
+
 def read(
     raw: bytes,
     kind_raw: bytes | None,

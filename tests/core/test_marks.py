@@ -103,10 +103,10 @@ class Node:
     def publish(self, ids: Ids, **options: bool) -> Mark | None:
         return self.marks.publish(SPACE, SPACE, ids, CHUNK, **options)
 
-    def save(self, ids: Ids, **options: bool) -> None:
+    def save(self, ids: Ids) -> None:
         """As a writer does."""
         self.store(ids)
-        shorter = self.publish(ids, **options)
+        shorter = self.publish(ids)
         if shorter is not None:
             self.superseded.found(SPACE, shorter, Mark(SPACE, ids), CHUNK)
         self.superseded.drop()
@@ -445,15 +445,6 @@ def test_a_longer_entry_takes_the_mark_of_a_shorter_one() -> None:
     assert shorter.ids.tolist() == [*range(40)]
     assert node.publish(prompt(range(45))) is None  # shorter than the one that holds it
     assert node.held() == [(0, 50), (16, 45)]
-
-
-def test_entries_that_are_states_stay() -> None:
-    """Nobody takes a part of a state: a longer one does not replace it."""
-    node = Node()
-    node.save(prompt(range(9)), supersedes=False)
-    node.save(prompt(range(20)), supersedes=False)
-    assert node.held() == [(0, 9), (16, 20)]
-    assert node.found(prompt(range(30))) == [(20, [*range(20)]), (9, [*range(9)])]
 
 
 def test_ids_of_a_larger_array_are_not_kept() -> None:

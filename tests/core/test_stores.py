@@ -403,6 +403,18 @@ def test_what_is_missing_of_an_entry(tmp_path: Path) -> None:
     assert store.missing(range(1, 11), 0, 10, range(LAYERS), (1, 3))
 
 
+@pytest.mark.parametrize("split", ["tp", "uneven", "pp", "both"])
+def test_what_ranks_have_stored_is_not_missing_elsewhere(split: str, tmp_path: Path) -> None:
+    """An engine of one rank does not store again what several have stored."""
+    store = store_in(tmp_path)
+    shapes = SPLITS[split]
+    for rank in ranks(*shapes):
+        assert store.missing(range(10), 0, 10, range(LAYERS), (0, HEADS))
+        save(store, range(10), rank)
+    assert not store.missing(range(10), 0, 10, range(LAYERS), (0, HEADS))
+    assert not store.missing(range(10), 0, 10, range(LAYERS), (0, HEADS), from_memory=True)
+
+
 def test_lookup_opens_few_files_of_other_sequences(tmp_path: Path) -> None:
     """A thousand sequences begin with the same 10 tokens and go on differently."""
     remote = InMemory()

@@ -43,11 +43,17 @@ def section(of: Engine, *, state: bool, tokens: int | None = None) -> list[Secti
 def save(store: PrefixStore, of: Engine, *, state: bool, tokens: Any = TOKENS) -> None:
     """Every chunk as the engine has it; its state is that of each chunk's end."""
     for start, stop in store.spans(len(tokens)):
-        captured = store.capture(
-            tokens, start, stop, section(of, state=state, tokens=stop if state else None)
-        )
+        save_entry(store, of, start, stop, state=state, tokens=tokens)
+
+
+def save_entry(
+    store: PrefixStore, of: Engine, start: int, stop: int, *, state: bool, tokens: Any = TOKENS
+) -> None:
+    held = section(of, state=state, tokens=stop if state else None)
+    for states in (False, True)[: 1 + state]:
+        captured = store.capture(tokens, start, stop, held, states=states)
         assert captured is not None
-        assert store.commit(captured)
+        assert store.commit(captured) > 0
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -97,27 +103,31 @@ def test_a_state_is_loaded_for_its_own_prefix_alone(tmp_path: Path) -> None:
         store.load(match, 0, num_tokens, section(dst, state=True))
         copy_by_hand(source, expected, 0, num_tokens, state=num_tokens > 0)
         assert_same(dst, expected)
-    dst = engine(None, 8)
+    dst, expected = engine(None, 8), engine(None, 8)
     match = store.lookup(TOKENS)
-    store.load(match, 16, 32, section(dst, state=True))
-    expected = engine(None, 8)
-    copy_by_hand(source, expected, 16, 32, state=True)
+    store.load(match, 16, 40, section(dst, state=True))
+    copy_by_hand(source, expected, 16, 40, state=True)
     assert_same(dst, expected)
-    with pytest.raises(StoreError, match=r"^stop is 36, expected one of \[16, 32, 40\]"):
-        store.load(match, 0, 36, section(dst, state=True))
+    alone, expected_alone = engine(None, 8), engine(None, 8)
+    store.load(match, 40, 40, section(alone, state=True))
+    copy_by_hand(source, expected_alone, 40, 40, state=True)
+    assert_same(alone, expected_alone)
+    for stop in (36, 32):
+        with pytest.raises(StoreError, match=rf"^stop is {stop}, expected 40: the states of a mat"):
+            store.load(match, 0, stop, section(dst, state=True))
+    with pytest.raises(InvalidArgumentError, match="STATE of layer 0 is a plane of the store alon"):
+        store.load(match, 0, 40, section(dst, state=False))
     assert_same(dst, expected)
 
 
-def test_entries_of_planes_stay(tmp_path: Path) -> None:
-    """A part of a longer one may hold less: states belong to the end of an entry."""
+def test_a_longer_entry_is_as_good_where_it_has_planes(tmp_path: Path) -> None:
+    """But not where the shorter one has states, which belong to its end."""
     source = engine(1)
     for state in (False, True):
         store = store_in(tmp_path / str(state), source.planes(state=state))
         for stop in (8, 12):
-            captured = store.capture(TOKENS, 0, stop, section(source, state=state, tokens=stop))
-            assert captured is not None
-            assert store.commit(captured) > 0
-        assert not store._superseded._found
+            save_entry(store, source, 0, stop, state=state)
+        assert bool(store._superseded._found) is not state
         for stop in (8, 12):
             assert store.lookup(TOKENS[:stop]).num_tokens == stop
 
@@ -139,7 +149,9 @@ def test_what_stores_refuse(tmp_path: Path) -> None:
         store.capture(TOKENS, 0, 16, [without])
     states = store_in(tmp_path, source.planes())
     with pytest.raises(InvalidArgumentError, match=r"^section\.state_tokens is 40, expected 16: "):
-        states.capture(TOKENS, 0, 16, section(source, state=True, tokens=40))
+        states.capture(TOKENS, 0, 16, section(source, state=True, tokens=40), states=True)
+    with pytest.raises(InvalidArgumentError, match="sections have no states, expected"):
+        store.capture(TOKENS, 0, 16, section(source, state=False), states=True)
 
 
 def test_planes_are_part_of_the_space() -> None:
