@@ -253,11 +253,12 @@ class Marks:
         blobs: BlobStore,
         secrets: Secrets,
         index: Index,
-        kinds: Callable[[str], Iterable[str]],
+        kinds: Callable[..., Iterable[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """index: is told of files that are corrupt or cannot be read
-        kinds: of a space, all that its entries' files may have
+        kinds: of a space, all that its entries' files may have, as this process knows; with
+               lists=True as the folder has it now
         """
         self._blobs, self._secrets, self._index, self._kinds = blobs, secrets, index, kinds
         self.known = KnownMarks(lambda: index.fresh_seconds, clock)
@@ -348,21 +349,35 @@ class Marks:
             mark = self._read(space, rung, chunk_tokens, length, is_writer=True)
         if mark is None or mark is _FOREIGN:
             return mark
-        names = [entry_name(space, mark.key, kind) for kind in self._kinds(space)]
-        if names and not any(map(self._blobs.is_there, names)):
+        if not self._is_there(space, mark):
             self._delete(space, rung)
             return None
         self._taken.saw(space, rung, mark)
         return mark
 
-    def kinds_of(self, space: str, mark: Mark) -> list[str]:
-        """The kinds of an entry's files that are there. Raises StoreError."""
-        is_there = self._blobs.is_there
-        return [k for k in self._kinds(space) if is_there(entry_name(space, mark.key, k))]
+    def kinds_of(self, space: str, mark: Mark, *, lists: bool = False) -> list[str]:
+        """The kinds of an entry's files that are there. Raises StoreError.
+
+        lists: also kinds that others have made since this process looked
+        """
+        is_there, kinds = self._blobs.is_there, self._kinds(space, lists=lists)
+        return [kind for kind in kinds if is_there(entry_name(space, mark.key, kind))]
 
     def has_kinds(self, space: str, mark: Mark, other: Mark) -> bool:
         """Whether an entry has files of all kinds of another one. Raises StoreError."""
-        return set(self.kinds_of(space, other)) <= set(self.kinds_of(space, mark))
+        others = set(self.kinds_of(space, other))
+        if not others <= set(self.kinds_of(space, mark)):
+            return False
+        others = set(self.kinds_of(space, other, lists=True)) - others
+        return not others or others <= set(self.kinds_of(space, mark))
+
+    def _is_there(self, space: str, mark: Mark) -> bool:
+        """Whether there may be a file of an entry. Raises StoreError."""
+        for lists in (False, True):
+            kinds = self._kinds(space, lists=lists)
+            if any(self._blobs.is_there(entry_name(space, mark.key, kind)) for kind in kinds):
+                return True
+        return not kinds  # nobody knows what its files are called
 
     def _replace(self, space: str, rung: str, held: Mark, own: Mark, chunk_tokens: int) -> bool:
         """Puts a mark in the place of another; False if that one is not there any more."""
