@@ -43,20 +43,29 @@ class Finder:
         """How many files were found corrupt until now, by any thread."""
         return self.entries.index.num_corrupt
 
-    def longest(self, parent: str, ids: Ids, at_least: int = 1, key: str | None = None) -> Found:
+    def longest(
+        self,
+        parent: str,
+        ids: Ids,
+        at_least: int = 1,
+        key: str | None = None,
+        *,
+        is_whole: bool = False,
+    ) -> Found:
         """The entry below a parent that shares most first tokens with `ids`.
 
         at_least: entries that share fewer tokens need not be found
         key:      of `ids`, if it is known
+        is_whole: only entries that lack nothing, also where windows may have left them
         """
         key = key_of(parent, ids) if key is None else key
         seen = self.kinds.all
-        found = self._longest(parent, ids, at_least, key)
+        found = self._longest(parent, ids, at_least, key, is_whole)
         if (found.shared < len(ids) or found.lacking) and not self._knows_kinds():
             if isinstance(self.entries, Known):
                 raise Unknown
             if self.kinds.refresh(seen):
-                found = self._longest(parent, ids, at_least, key)
+                found = self._longest(parent, ids, at_least, key, is_whole)
         return found
 
     def _knows_kinds(self) -> bool:
@@ -64,10 +73,10 @@ class Finder:
         is_known = isinstance(self.entries, Known) or bool(self.kinds.all)
         return is_known and self.kinds.listed_within(self.entries.index.fresh_seconds)
 
-    def _longest(self, parent: str, ids: Ids, at_least: int, key: str) -> Found:
+    def _longest(self, parent: str, ids: Ids, at_least: int, key: str, is_whole: bool) -> Found:
         if not self.kinds.asked():
             return NOTHING
-        goes_on = len(ids) == self.chunk_tokens  # so that windows may have left it
+        goes_on = len(ids) == self.chunk_tokens and not is_whole  # windows may have left it
         names, lacking = self._files(key, len(ids), ALL if goes_on else 1)
         if names:
             return Found(len(ids), len(ids), names, lacking)
