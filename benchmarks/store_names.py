@@ -43,7 +43,9 @@ class _Node:
     """Marks below one parent."""
 
     def __init__(self, folder: Path, shape: str, seed: int) -> None:
-        self._marks = Marks(Directory(folder), Secrets(), Index(fresh_seconds=0), lambda _: ())
+        self._marks = Marks(
+            Directory(folder), Secrets(), Index(fresh_seconds=0), lambda _, lists=False: ()
+        )
         self._parent = hashlib.sha256(str(seed).encode()).hexdigest()
         self.prompts = Prompts(SHAPES[shape], seed)
         self.entries: list[Ids] = []

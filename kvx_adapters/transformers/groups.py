@@ -21,7 +21,18 @@ from kvx_adapters.transformers.cache import (
     require_kind,
 )
 from kvx_adapters.transformers.facts import facts_of_layers
-from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, InvalidArgumentError
+from kvx_core import (
+    BlockTable,
+    CacheDesc,
+    CacheFacts,
+    CacheSpan,
+    CacheView,
+    InvalidArgumentError,
+    Layout,
+    Section,
+    TensorDesc,
+    describe,
+)
 from kvx_core.facts import first_layer_of
 
 _STATIC = "StaticSlidingWindowLayer"
@@ -63,6 +74,21 @@ class LayerGroup:
             )
         starts = [first - self.first_token] * self.view.layers[0].num_blocks
         return self.view.at(starts=starts, first_positions=self.first_token)
+
+    def section(self, row: int = 0) -> Section:
+        """A sequence of the batch for snapshots, by positions: tokens that a window has left are
+        null. Another cache may hold more or fewer: restore from the later of both first tokens on.
+
+        Raises InvalidArgumentError if there is no such row.
+        """
+        view, rows = self.view, self.view.layers[0].num_blocks
+        if not 0 <= row < rows:
+            raise InvalidArgumentError(f"row is {row}, expected 0 to {rows - 1}")
+        table = [[row]]
+        if self.first_token:
+            view = replace(view, layers=tuple(_by_token(c, row) for c in view.layers), dense=False)
+            table = [[-1] * self.first_token + list(range(self.num_tokens))]
+        return Section(self.layers, view, BlockTable.packed(table))
 
 
 def layer_groups(cache: Any, facts: CacheFacts, model: Any = None) -> tuple[LayerGroup, ...]:
@@ -115,6 +141,19 @@ def shared_spans(src: LayerGroup, dst: LayerGroup) -> tuple[CacheSpan, CacheSpan
     first = max(src.first_token, dst.first_token)
     count = [src.end - first] * src.view.layers[0].num_blocks
     return src.span(first), dst.span(first), count
+
+
+def _by_token(cache: CacheDesc, row: int) -> CacheDesc:
+    """A sequence of a layer with a block for each token."""
+
+    def blocks(
+        tensor: TensorDesc,
+    ) -> TensorDesc:  # (row, head, token, dim) to (token, 1, head, dim)
+        owner: Any = tensor.owner
+        return describe(owner[row].transpose(0, 1)[:, None], Layout.BLOCK_NHD)
+
+    tensors = {name: blocks(tensor) for name, tensor in cache.tensors.items()}
+    return CacheDesc.from_kv(tensors["k"], tensors.get("v"))
 
 
 def _window(layers: Sequence[Any], i: int, of_all: int | None) -> int:

@@ -73,7 +73,7 @@ def restore_layers(
         restore_rows(section.of(rows), dense, heads, tokens, first_token, stream)
         layers = tuple(layer for layer in layers if layer not in rows)
         view = section.of(layers).view if layers else view_of_planes(view, ())
-    view = replace(view, planes=()) if planes or rows else view
+    view = replace(view, planes=()) if view.planes else view
     per_vector = has_vector_scales(view)
     if not view.layers:
         pass

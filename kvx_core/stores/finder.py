@@ -43,17 +43,26 @@ class Finder:
         """How many files were found corrupt until now, by any thread."""
         return self.entries.index.num_corrupt
 
-    def longest(self, parent: str, ids: Ids, at_least: int = 1, key: str | None = None) -> Found:
+    def longest(
+        self,
+        parent: str,
+        ids: Ids,
+        at_least: int = 1,
+        key: str | None = None,
+        *,
+        is_whole: bool = False,
+    ) -> Found:
         """The entry below a parent that shares most first tokens with `ids`.
 
         at_least: entries that share fewer tokens need not be found
         key:      of `ids`, if it is known
+        is_whole: only entries that lack nothing, also where windows may have left them
         """
         key = key_of(parent, ids) if key is None else key
         seen = self.kinds.all
-        found = self._longest(parent, ids, at_least, key)
+        found = self._longest(parent, ids, at_least, key, is_whole)
         if (found.shared < len(ids) or found.lacking) and self._has_other_kinds(seen):
-            found = self._longest(parent, ids, at_least, key)
+            found = self._longest(parent, ids, at_least, key, is_whole)
         return found
 
     def ends(self, parent: str, ids: Ids, *, is_near: bool, since: int) -> Iterator[int]:
@@ -96,11 +105,11 @@ class Finder:
             return False
         return self.kinds.refresh(seen)
 
-    def _longest(self, parent: str, ids: Ids, at_least: int, key: str) -> Found:
+    def _longest(self, parent: str, ids: Ids, at_least: int, key: str, is_whole: bool) -> Found:
         tokens = self.kinds.tokens
         if not tokens.asked():
             return NOTHING
-        goes_on = len(ids) == self.chunk_tokens  # so that windows may have left it
+        goes_on = len(ids) == self.chunk_tokens and not is_whole  # windows may have left it
         names, lacking = self._files(tokens, key, len(ids), ALL if goes_on else 1)
         if names:
             return Found(len(ids), len(ids), names, lacking)

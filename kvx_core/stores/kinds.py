@@ -245,10 +245,14 @@ class Spaces:
             num_bytes + sum(kinds.num_bytes for kinds in list(self._known.values())) < _MOST_BYTES
         )
 
-    def ids(self, space: str) -> Iterable[str]:
-        """What files of a space may be of."""
+    def ids(self, space: str, *, lists: bool = False) -> Iterable[str]:
+        """What files of a space may be of, as this process knows, or as the folder has it now."""
         found = self._known.get(space)
-        return () if found is None else found.ids
+        if found is None:
+            return ()
+        if lists:
+            found.refresh()
+        return found.ids
 
     def states(self, space: str) -> Iterable[str]:
         """Those of them whose files have states."""

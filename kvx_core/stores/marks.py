@@ -253,12 +253,13 @@ class Marks:
         blobs: BlobStore,
         secrets: Secrets,
         index: Index,
-        kinds: Callable[[str], Iterable[str]],
+        kinds: Callable[..., Iterable[str]],
         clock: Callable[[], float] = time.monotonic,
         states: Callable[[str], Iterable[str]] = lambda space: (),
     ) -> None:
         """index:  is told of files that are corrupt or cannot be read
-        kinds:  of a space, all that its entries' files may have
+        kinds:  of a space, all that its entries' files may have, as this process knows; with
+                lists=True as the folder has it now
         states: those of them that are states, which marks do not lead to
         """
         self._blobs, self._secrets, self._index = blobs, secrets, index
@@ -350,25 +351,31 @@ class Marks:
             mark = self._read(space, rung, chunk_tokens, length, is_writer=True)
         if mark is None or mark is _FOREIGN:
             return mark
-        names = self._tokens_of(space, mark)
-        if names and not any(map(self._blobs.is_there, names)):
+        if not self._is_there(space, mark):
             self._delete(space, rung)
             return None
         self._taken.saw(space, rung, mark)
         return mark
 
-    def kinds_of(self, space: str, mark: Mark) -> list[str]:
-        """The kinds of an entry's files that are there. Raises StoreError."""
-        is_there = self._blobs.is_there
-        return [k for k in self._kinds(space) if is_there(entry_name(space, mark.key, k))]
+    def kinds_of(self, space: str, mark: Mark, *, lists: bool = False) -> list[str]:
+        """The kinds of an entry's files that are there. Raises StoreError.
+
+        lists: also kinds that others have made since this process looked
+        """
+        is_there, kinds = self._blobs.is_there, self._kinds(space, lists=lists)
+        return [kind for kind in kinds if is_there(entry_name(space, mark.key, kind))]
 
     def has_tokens(self, space: str, mark: Mark) -> bool:
         """Whether a file of an entry is there that is no state. Raises StoreError."""
-        return any(map(self._blobs.is_there, self._tokens_of(space, mark)))
+        return any(
+            self._blobs.is_there(name)
+            for lists in (False, True)
+            for name in self._tokens_of(space, mark, lists=lists)
+        )
 
-    def _tokens_of(self, space: str, mark: Mark) -> list[str]:
+    def _tokens_of(self, space: str, mark: Mark, *, lists: bool = False) -> list[str]:
         """The names that files of an entry may have, without those of states."""
-        kinds, states = self._kinds(space), set(self._states(space))
+        kinds, states = self._kinds(space, lists=lists), set(self._states(space))
         return [entry_name(space, mark.key, kind) for kind in kinds if kind not in states]
 
     def has_kinds(self, space: str, mark: Mark, other: Mark) -> bool:
@@ -376,10 +383,18 @@ class Marks:
 
         Nobody can use a state for other tokens than its own. Raises StoreError.
         """
-        useless = set(self.kinds_of(space, other))
-        return useless.isdisjoint(self._states(space)) and useless <= set(
-            self.kinds_of(space, mark)
-        )
+        own = set(self.kinds_of(space, mark))
+        for lists in (False, True):
+            others = set(self.kinds_of(space, other, lists=lists))
+            if not others.isdisjoint(self._states(space)):
+                return False
+            if not others <= own and not others <= set(self.kinds_of(space, mark)):
+                return False
+        return True
+
+    def _is_there(self, space: str, mark: Mark) -> bool:
+        """Whether there may be a file of an entry's tokens. Raises StoreError."""
+        return self.has_tokens(space, mark) or not self._tokens_of(space, mark)
 
     def _replace(self, space: str, rung: str, held: Mark, own: Mark, chunk_tokens: int) -> bool:
         """Puts a mark in the place of another; False if that one is not there any more."""

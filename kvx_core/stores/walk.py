@@ -12,6 +12,7 @@ from kvx_core.stores.token_chain import TokenChain
 
 _CLOSE = 16  # prefixes that end with the last tokens found, of which all are asked for states
 _NEAR = 64  # chunks, in which states are asked for inside of chunks too
+_SHORTER = 16  # chunks in which a lookup asks for shorter entries with all layers
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Walk:
     # Of each: prefixes that end in it have to be as long, for all that their reader needs.
     _floors: list[int] = field(default_factory=list)
     _left: int = 0  # of the spans, those in which a state may be
-    _found: Match = field(default_factory=lambda: Match(0, ()))  # with states
+    _found: Match = field(default_factory=lambda: Match(0, ()))  # that the way back has found
 
     @property
     def num_found(self) -> int:
@@ -48,9 +49,9 @@ class Walk:
         """The longest prefix of what has been found so far that has all that its reader needs.
 
         Layers with a window are needed in the last chunks alone: where they lack in one that the
-        window reaches, the prefix ends before it.
+        window reaches, the prefix ends before it, or with a shorter entry that lacks nothing.
         """
-        if self.has_states:
+        if self.has_states or self._found.num_tokens:
             return self._found
         count = len(self._spans)
         while count and self._spans[count - 1].stop < self._floors[count - 1]:
@@ -68,8 +69,10 @@ class Walk:
             if self._goes_on:
                 self._goes_on = self._take(finder)
                 self._left = len(self._spans) if self.has_states else 0
-            else:
+            elif self._left:
                 self._look_back(finder)
+            if not (self._goes_on or self.has_states):
+                self._look_for_shorter(finder)
             self.is_over = not (self._goes_on or self._left)
             if is_enough():
                 return
@@ -109,6 +112,21 @@ class Walk:
                 self._found, self._left = Match(stop, spans, names), 0
                 return
         self._left = i
+
+    def _look_for_shorter(self, finder: Finder) -> None:
+        """Asks for shorter entries with all layers where the match ends before chunks that lack
+        some.
+        """
+        count = len(self.match.spans)
+        for i in range(len(self._spans) - 1, max(count, len(self._spans) - _SHORTER) - 1, -1):
+            span = self._spans[i]
+            ids, least = self.chain.ids(span.start, span.stop), 1 if i else self.at_least
+            found = finder.longest(self.chain.node(i), ids, least, is_whole=True)
+            stop = span.start + found.shared
+            if found.shared and stop >= (self._floors[i - 1] if i else 0):
+                last = StoredSpan(span.start, stop, found.num_tokens, found.names)
+                self._found = Match(stop, (*self._spans[:i], last))
+                return
 
     def check_rest(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Opens what is stored behind a corrupt file that ended the walk, if one did.

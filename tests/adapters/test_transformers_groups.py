@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvx_core import (
     CacheView,
     InvalidArgumentError,
     OutOfRangeError,
+    Snapshot,
     UnsupportedError,
     describe,
     migrate,
@@ -119,6 +121,40 @@ def test_a_prompt_goes_on(
     wanted = decode(like, src, first)
     assert decode(like, dst, first) == wanted
     assert decode(like, zeros, first) != wanted
+
+
+@pytest.mark.parametrize("num_tokens", [5, 8, 21])
+@pytest.mark.parametrize("kinds", [(a, b) for a in KINDS for b in KINDS], ids="-".join)
+def test_a_file_goes_to_a_cache_that_holds_more_or_fewer(
+    models: dict[str, Any], kinds: tuple[str, str], num_tokens: int, tmp_path: Path
+) -> None:
+    """A static window holds a token more than a dynamic one. Row 1 of two sequences moves."""
+    like, ids = models["mixed"], torch.cat([prompt(num_tokens) + 1, prompt(num_tokens)])
+    src, dst = (empty(kind, like) for kind in kinds)
+    run(like, src, ids)
+    hf.reserve(dst, like, batch_size=2, num_tokens=num_tokens)
+    for i, group in enumerate(hf.layer_groups(src, facts(like))):
+        start = group.first_token
+        captured = Snapshot.capture(ids[1, start:], [group.section(1)], start=start)
+        assert captured is not None
+        captured.save(tmp_path / str(i))
+    for i, group in enumerate(hf.layer_groups(dst, facts(like))):
+        with Snapshot.open(tmp_path / str(i)) as file:
+            first = max(group.first_token, file.header.start)
+            file.read(group.layers).restore(group.section(1), first, group.end)
+    groups = (hf.layer_groups(cache, facts(like)) for cache in (src, dst))
+    for a, b in zip(*groups, strict=True):
+        first = max(a.first_token, b.first_token)
+        for i in a.layers:
+            for name in ("keys", "values"):
+                wanted = getattr(src.layers[i], name)[1, :, first - a.first_token : a.num_tokens]
+                found = getattr(dst.layers[i], name)
+                at = first - b.first_token
+                assert torch.equal(found[1, :, at : b.num_tokens], wanted)
+                assert not found[0].any()
+                assert not found[1, :, :at].any()
+    with pytest.raises(InvalidArgumentError, match="row is 2, expected 0 to 1"):
+        group.section(2)
 
 
 def test_what_groups_say(models: dict[str, Any]) -> None:

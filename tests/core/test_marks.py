@@ -89,7 +89,7 @@ class Node:
         self.marks = Marks(self.blobs, secrets, self.index, self.kinds, self.clock)
         self.superseded = Superseded(self.blobs, self.marks, self.index, 30.0, self.clock)
 
-    def kinds(self, space: str) -> list[str]:
+    def kinds(self, space: str, *, lists: bool = False) -> list[str]:
         assert space == SPACE
         return [KIND, OTHER_KIND]
 
@@ -429,7 +429,7 @@ def test_kinds_that_are_not_known_yet_cost_no_mark() -> None:
     one = Node()
     one.save(prompt(range(40), 1))
     other = Node(one.blobs)
-    other.marks._kinds = lambda space: []
+    other.marks._kinds = lambda space, lists: []
     other.publish(prompt(range(40), 2))
     assert one.held() == [(0, 41), (16, 41)]
 

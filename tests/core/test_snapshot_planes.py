@@ -193,6 +193,23 @@ def test_planes_of_all_kinds(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_fewer_tokens_than_an_entry_stands_for(seed: int, count: int, tmp_path: Path) -> None:
+    """K is there and the only plane has no entry yet: K is restored, as where planes have some."""
+
+    def only_entries(engine: Engine) -> Section:
+        view = CacheView((engine.cache(),), FACTS, planes=engine.planes()[2:3])
+        return section(view, engine.blocks)
+
+    src, dst, expected = Engine(16, 3, seed), Engine(8, 5, None), Engine(8, 5, None)
+    for t in range(count):
+        expected.token(t)[0].copy_(src.token(t)[0])
+    read = reopened(Snapshot.capture(range(count), [only_entries(src)]), tmp_path / "file")
+    assert read.restore(only_entries(dst), 0, count) == count * 96
+    assert_same(dst, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_amx_pages_are_k_and_v(seed: int, tmp_path: Path) -> None:
     """Tiles of vLLM into a cache of another engine and back: K and V are K and V."""
     page = filled((4, 2, 32, 128), torch.bfloat16, seed)

@@ -106,6 +106,25 @@ def test_hits_and_loads_are_those_of_the_rule(seed: int, options: dict[str, Any]
     assert len(lengths) > 3
 
 
+@pytest.mark.parametrize("chunk", [0, 2, 5])
+def test_an_entry_that_lacks_windows_hides_no_shorter_one(chunk: int) -> None:
+    """The prompt goes on behind the chunk, but not as far as its windows may lack."""
+    model, blobs, names = saved(1)
+    first, store = chunk * CHUNK, store_of(blobs, WINDOWS)
+    sections = sections_of(Rank(model, 4, "BLOCK_NHD").put(0, STOP))
+    shorter = [*TOKENS[: first + 3], 7]  # ends inside of the chunk, and has all layers
+    for layers in GROUPS:
+        part = store.capture(shorter[:-1], first, first + 3, [sections[i] for i in layers])
+        assert part is not None
+        assert store.commit(part) > 0
+    for at, name in names.items():
+        if (at[0] == chunk and at[1]) or at[0] > chunk + 1:
+            blobs.delete(name)
+    assert store_of(blobs, WINDOWS).lookup(shorter).num_tokens == first + 3
+    match = store_of(blobs, WINDOWS).lookup(TOKENS)
+    assert match.num_tokens == first + 3
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_memory_answers_as_the_disk(seed: int) -> None:
     choose = random.Random(seed)

@@ -106,6 +106,33 @@ def test_nothing_goes_before_all_ranks_have_written(tmp_path: Path, clock: Clock
     assert store.lookup(range(13)).num_tokens == 13
 
 
+def test_nothing_goes_before_ranks_of_other_processes_have_written(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """A rank looks nothing up: it learns of the kinds of others from the folder alone."""
+    ranks = [
+        (timed(store_in(tmp_path), clock), Engine(heads=range(i, i + 1))) for i in range(HEADS)
+    ]
+    for store, rank in ranks:
+        save(store, range(9), rank)
+    for store, rank in ranks[:-1]:
+        save(store, range(13), rank)
+    for store, _ in ranks:
+        later(store, clock)
+    assert lengths(tmp_path) == [9] * HEADS + [13] * (HEADS - 1)
+    assert store_in(tmp_path).lookup(range(13)).num_tokens == 9
+
+
+def test_the_mark_of_an_entry_of_a_kind_that_is_new_stays(tmp_path: Path) -> None:
+    """Writers whose files are laid out otherwise, and who look nothing up."""
+    other = store_in(tmp_path)
+    save(other, range(13))
+    one = store_in(tmp_path)
+    for half in (range(2), range(2, HEADS)):
+        save(one, range(3), Engine(heads=half))
+    assert store_in(tmp_path).lookup([*range(12), 99]).num_tokens == 12
+
+
 def test_a_longer_entry_that_has_gone_costs_nothing(tmp_path: Path, clock: Clock) -> None:
     store = timed(store_in(tmp_path), clock)
     save(store, range(9))

@@ -370,20 +370,20 @@ def test_a_disk_that_does_not_give_files_is_told(serve: Factory, trtllm: ModuleT
     saved(serve, tokens)
     engine = serve()
     blobs = engine.scheduler._store._blobs
-    opened = blobs.open
+    fetch = blobs.fetch
 
-    def dying(name: str) -> Any:
+    def dying(name: str, *rest: Any) -> Any:
         if not name.endswith(".safetensors"):
-            return opened(name)
+            return fetch(name, *rest)
         error = OSError(errno.EIO, "Input/output error")
         raise blobs._failure(name, "read", error) from error
 
     engine.scheduler._store.index.fresh_seconds = 0
-    blobs.open = dying
+    blobs.fetch = dying
     assert engine.ask(tokens).computed == 100
     (warning,) = trtllm.logger.warnings()
     assert warning.startswith("warning: KVX did not read what a prompt may begin with: ")
-    blobs.open = opened
+    blobs.fetch = fetch
     assert engine.ask(tokens).computed == 4
 
 
