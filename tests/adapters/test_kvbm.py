@@ -331,6 +331,22 @@ def test_other_refusals() -> None:
     )
 
 
+def test_numbers_are_converted_only_if_asked() -> None:
+    blocks, universals = good()
+    wide = [[t.float() for t in block] for block in blocks]
+    operationals = [torch.zeros(2, 2, 60, dtype=torch.float16) for _ in blocks]
+    for call in (
+        lambda: kvbm.block_to_universal(wide, universals),
+        lambda: kvbm.universal_to_block(universals, wide),
+        lambda: kvbm.block_to_operational(wide, operationals),
+        lambda: kvbm.operational_to_block(operationals, wide),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match="Give convert=True to convert numbers on the"
+        ):
+            call()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.complex64], ids=str)
 def test_what_is_copied_as_bytes_is_not_converted(dtype: torch.dtype) -> None:
     blocks, universals = good()
