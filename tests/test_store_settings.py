@@ -39,7 +39,7 @@ def test_settings_take_one_file_of_keys_or_several(name: str, tmp_path: Path) ->
     for given, found in ((one, (one,)), (str(one), (one,)), ([one, other], (one, other))):
         assert getattr(StoreSettings(path=tmp_path, **{name: given}), name) == found  # type: ignore[arg-type]
     for nothing in ([], ()):
-        with pytest.raises(ValueError, match="expected a path, or a list of them: .new, old"):
+        with pytest.raises(ValueError, match=r"expected a path, or a list of them: .new, old"):
             StoreSettings(path=tmp_path, **{name: nothing})  # type: ignore[arg-type]
 
 
