@@ -313,6 +313,9 @@ def test_other_refusals() -> None:
     assert refusal(lambda: kvbm.block_to_universal(tuple(blocks), universals[0])).startswith(
         "universals is a Tensor, expected a list with an entry per block"
     )
+    for none in ("", {}, 0):
+        with pytest.raises(InvalidArgumentError, match="expected a list with an entry per block"):
+            kvbm.block_to_universal([], none)
     strided = [torch.zeros(2, 2, 120, dtype=torch.float16)[:, :, ::2] for _ in range(3)]
     assert refusal(lambda: kvbm.block_to_operational(blocks, strided)) == (
         "operationals[0].stride[2] is 2, expected 1: `inner` is one axis (spec E.15)"
