@@ -33,6 +33,15 @@ def test_settings_take_sizes(tmp_path: Path) -> None:
             StoreSettings(path=tmp_path, max_bytes=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "least"), [("loader_threads", 1), ("min_tokens", 1), ("lookup_seconds", 0)]
+)
+def test_the_least_that_settings_take(name: str, least: int, tmp_path: Path) -> None:
+    assert getattr(StoreSettings(path=tmp_path, **{name: least}), name) == least  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{name}\n.* greater than or equal to {least}"):
+        StoreSettings(path=tmp_path, **{name: least - 1})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["key_files", "encryption_key_files"])
 def test_settings_take_one_file_of_keys_or_several(name: str, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"

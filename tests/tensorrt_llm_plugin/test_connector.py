@@ -481,6 +481,13 @@ def test_a_store_that_cannot_be_written(serve: Factory, trtllm: ModuleType) -> N
     assert warning.startswith("warning: KVX could not write to its store: ")
 
 
+def test_a_start_says_where_its_store_is(serve: Factory, trtllm: ModuleType) -> None:
+    serve()
+    (line,) = (line for line in trtllm.logger.lines if "keeps prefixes in" in line)
+    assert line.startswith(f"info: KVX keeps prefixes in {serve.store}: model ")
+    assert ", chunks of 24 tokens, " in line
+
+
 def test_a_store_that_is_a_file(serve: Factory) -> None:
     serve.store.write_text("no directory")
     with pytest.raises(InvalidArgumentError, match=r"root is .*, a file, expected a directory"):
