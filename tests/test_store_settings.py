@@ -33,6 +33,25 @@ def test_settings_take_sizes(tmp_path: Path) -> None:
             StoreSettings(path=tmp_path, max_bytes=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "least"), [("loader_threads", 1), ("min_tokens", 1), ("lookup_seconds", 0)]
+)
+def test_the_least_that_settings_take(name: str, least: int, tmp_path: Path) -> None:
+    assert getattr(StoreSettings(path=tmp_path, **{name: least}), name) == least  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{name}\n.* greater than or equal to {least}"):
+        StoreSettings(path=tmp_path, **{name: least - 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["key_files", "encryption_key_files"])
+def test_settings_take_one_file_of_keys_or_several(name: str, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for given, found in ((one, (one,)), (str(one), (one,)), ([one, other], (one, other))):
+        assert getattr(StoreSettings(path=tmp_path, **{name: given}), name) == found  # type: ignore[arg-type]
+    for nothing in ([], ()):
+        with pytest.raises(ValueError, match=r"expected a path, or a list of them: .new, old"):
+            StoreSettings(path=tmp_path, **{name: nothing})  # type: ignore[arg-type]
+
+
 def test_what_a_start_tells(tmp_path: Path) -> None:
     settings = StoreSettings(path=tmp_path / "not/yet", max_bytes=50 * 10**9)
     assert re.fullmatch(

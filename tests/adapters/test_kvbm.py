@@ -313,6 +313,9 @@ def test_other_refusals() -> None:
     assert refusal(lambda: kvbm.block_to_universal(tuple(blocks), universals[0])).startswith(
         "universals is a Tensor, expected a list with an entry per block"
     )
+    for none in ("", {}, 0):
+        with pytest.raises(InvalidArgumentError, match="expected a list with an entry per block"):
+            kvbm.block_to_universal([], none)
     strided = [torch.zeros(2, 2, 120, dtype=torch.float16)[:, :, ::2] for _ in range(3)]
     assert refusal(lambda: kvbm.block_to_operational(blocks, strided)) == (
         "operationals[0].stride[2] is 2, expected 1: `inner` is one axis (spec E.15)"
@@ -329,6 +332,22 @@ def test_other_refusals() -> None:
         "blocks[0][0] is float64, which is copied as bytes, and the numbers of its last axis do "
         "not follow each other. Pass a contiguous copy (spec E.15)"
     )
+
+
+def test_numbers_are_converted_only_if_asked() -> None:
+    blocks, universals = good()
+    wide = [[t.float() for t in block] for block in blocks]
+    operationals = [torch.zeros(2, 2, 60, dtype=torch.float16) for _ in blocks]
+    for call in (
+        lambda: kvbm.block_to_universal(wide, universals),
+        lambda: kvbm.universal_to_block(universals, wide),
+        lambda: kvbm.block_to_operational(wide, operationals),
+        lambda: kvbm.operational_to_block(operationals, wide),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match="Give convert=True to convert numbers on the"
+        ):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.complex64], ids=str)

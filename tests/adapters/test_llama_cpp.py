@@ -440,6 +440,10 @@ def test_types() -> None:
 def test_v_transposed() -> None:
     assert llama_cpp.v_transposed(5, 5 * 128)
     assert not llama_cpp.v_transposed(5, 5)
+    assert llama_cpp.v_transposed(1, 2)
+    assert not llama_cpp.v_transposed(1, 1)
+    with pytest.raises(InvalidArgumentError, match="num_v_indices is 0, expected"):
+        llama_cpp.v_transposed(1, 0)
     with pytest.raises(InvalidArgumentError, match="num_v_indices is 7, expected a multiple of"):
         llama_cpp.v_transposed(5, 7)
 

@@ -4,6 +4,7 @@ than it holds are refused."""
 from __future__ import annotations
 
 import ctypes as c
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -263,10 +264,13 @@ def test_a_span_says_where_sequences_begin_if_it_has_all_their_cells() -> None:
     context = Context(tiny(), num_sequences=2, unified=True)
     context.run([1, 2, 3], 0)
     context.run([4, 5], 1)
-    view, cells = context.cache(), context.cells
+    view, cells = replace(context.cache(), outdated=None), context.cells
     for count, begins in ((3, [0, 0]), (2, None)):
         some = {0: cells[0][:count], 1: cells[1]}
-        found = llama_cpp.span(view, some, memory=context.memory).first_positions
+        span = llama_cpp.span(view, some, memory=context.memory)
+        assert span.view.outdated is not None
+        assert span.view.outdated() is None
+        found = span.first_positions
         assert (found if found is None else np.asarray(found).tolist()) == begins
 
 

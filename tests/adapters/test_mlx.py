@@ -607,6 +607,14 @@ def test_one_layer() -> None:
     assert adapter.num_kept(layer) == 0
 
 
+@pytest.mark.parametrize(("num_tokens", "kept"), [(3, 0), (4, 0), (5, 1), (9, 1)])
+def test_a_ring_that_keeps_one_token(num_tokens: int, kept: int) -> None:
+    layer = RotatingKVCache(max_size=4, keep=1)
+    for _ in range(num_tokens):
+        layer.update_and_fetch(*(mx.zeros((1, HEADS, 1, DIM)) for _ in "kv"))
+    assert adapter.num_kept(layer) == kept
+
+
 def test_quantized_arrays_that_mlx_would_copy_are_refused() -> None:
     layer = run(QuantizedKVCache(64, 8))
     packed, *beside = layer.values

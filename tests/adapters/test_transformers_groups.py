@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import QuantizedLayer
+from transformers.cache_utils import DynamicLayer, QuantizedLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
@@ -283,6 +283,14 @@ def test_what_is_no_cache_of_one_decoder(models: dict[str, Any], describe_all: A
         describe_all(transformers.DynamicCache(), facts(like))
     run(like, both.self_attention_cache, prompt(5))
     assert describe_all(both.self_attention_cache, facts(like))
+
+
+def test_a_layer_of_an_unknown_class_has_its_reason() -> None:
+    layer = type("OtherLayer", (DynamicLayer,), {})()
+    with pytest.raises(
+        UnsupportedError, match=r"layer is a OtherLayer, expected .*: others do not hold each tok"
+    ):
+        hf.cache_desc(layer)
 
 
 # ---- the paged cache of continuous batching ----

@@ -90,7 +90,11 @@ def test_several_chunks_are_handed_over_at_once(serve: Serve) -> None:
     assert save is not None
     assert (save.start, save.stop) == (0, 70)
     assert not saver._has(save)
+    engine.connector.counts.take()
     assert saver.save_now(save)
+    counts = engine.connector.counts.take()
+    assert counts["saved_tokens"] == 70
+    assert 0 < counts["save_seconds"] < 60
     assert saver._has(save)
     assert not saver._has(replace(save, tokens=save.tokens + 1))
 

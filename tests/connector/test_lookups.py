@@ -330,6 +330,17 @@ def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers.shutdown(60)
 
 
+def test_threads_of_lookups_end_with_them(tmp_path: Path) -> None:
+    before, asked = set(threading.enumerate()), Asked(tmp_path)
+    assert asked.answer(prompt(40, 14)) == 0
+    begun = set(threading.enumerate()) - before
+    assert begun
+    asked.lookups.shutdown()
+    for thread in begun:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def test_jobs_run_in_the_order_of_their_age() -> None:
     workers, done, go = Workers(1, "test"), list[int](), threading.Event()
     workers.submit(lambda: go.wait(60))

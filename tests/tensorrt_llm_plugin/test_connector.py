@@ -20,6 +20,8 @@ import pytest
 import torch
 
 from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
+from kvx_core.snapshot import StoreError
+from kvx_core.stores.loads import Progress
 from kvx_core.stores.prefix import PrefixStore
 from tests.calls import BACKENDS
 from tests.fakes import tensorrt_llm_executor as fake
@@ -387,6 +389,20 @@ def test_a_disk_that_does_not_give_files_is_told(serve: Factory, trtllm: ModuleT
     assert engine.ask(tokens).computed == 4
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_read_that_nobody_waits_for_has_not_failed(
+    is_cancelled: bool, serve: Factory, trtllm: ModuleType
+) -> None:
+    def load(*_: Any, progress: Progress) -> int:
+        progress.stop = 24
+        raise StoreError("as a test says")
+
+    progress, store = Progress(is_cancelled=is_cancelled), SimpleNamespace(load=load)
+    found = serve().scheduler._fill(store, None, 8, 96, None, progress)
+    assert found == (8 if is_cancelled else 24)  # up to where it came
+    assert len(trtllm.logger.warnings()) == (not is_cancelled)
+
+
 def test_a_store_that_does_not_answer(serve: Factory) -> None:
     """Its first requests wait a little for it, the next ones not at all."""
     tokens = prompt(100, 34)
@@ -463,6 +479,13 @@ def test_a_store_that_cannot_be_written(serve: Factory, trtllm: ModuleType) -> N
     engine.close()
     (warning, *_) = trtllm.logger.warnings()
     assert warning.startswith("warning: KVX could not write to its store: ")
+
+
+def test_a_start_says_where_its_store_is(serve: Factory, trtllm: ModuleType) -> None:
+    serve()
+    (line,) = (line for line in trtllm.logger.lines if "keeps prefixes in" in line)
+    assert line.startswith(f"info: KVX keeps prefixes in {serve.store}: model ")
+    assert ", chunks of 24 tokens, " in line
 
 
 def test_a_store_that_is_a_file(serve: Factory) -> None:

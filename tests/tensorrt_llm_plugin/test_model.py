@@ -50,6 +50,27 @@ def test_a_llama(model_dir: Path) -> None:
     assert (model.is_neox, model.rotary_dim) == (True, 10)
 
 
+def test_heads_that_a_config_does_not_size(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    directory = config_dir(tmp_path, "Qwen2", dtype="bfloat16", **sizes)
+    assert "head_dim" not in json.loads((directory / "config.json").read_text())
+    model = model_of(args_for(directory), fingerprint="f")
+    assert (model.total_kv_heads, model.head_dim) == (2, 24)
+
+
+@pytest.mark.parametrize("where", ["rope_parameters", "config", "nowhere"])
+def test_keys_of_which_a_part_turns(where: str, model_dir: Path, tmp_path: Path) -> None:
+    """Older configs have the part beside their rope's parameters."""
+    config = json.loads((model_dir / "config.json").read_text())
+    part = {"partial_rotary_factor": 0.5}
+    if where == "rope_parameters":
+        config["rope_parameters"] |= part
+    config |= part if where == "config" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = model_of(args_for(tmp_path), fingerprint="f")
+    assert model.rotary_dim == (10 if where == "nowhere" else 5)
+
+
 def test_latent_attention(tmp_path: Path) -> None:
     sizes = {"kv_lora_rank": 96, "qk_rope_head_dim": 32, "num_hidden_layers": 5}
     directory = config_dir(tmp_path, "DeepseekV3", dtype="bfloat16", **sizes)

@@ -111,6 +111,29 @@ def test_weights_come_from_what_was_loaded_last(
 
 
 @pytest.mark.parametrize(
+    ("streamed", "keywords", "are_known"),
+    [
+        ("", {}, True),
+        ("s3://elsewhere", {}, False),
+        ("", {"weights_iterator": iter([])}, False),
+        ("", {"is_checkpoint_format": False}, False),
+    ],
+)
+def test_weights_that_are_loaded_again_from_where_they_came(
+    streamed: str, keywords: dict[str, Any], are_known: bool, engine: Engine, tmp_path: Path
+) -> None:
+    config = engine.worker.vllm_config.model_config
+    config.model, config.revision, config.model_weights = str(tmp_path), "main", streamed
+    engine.worker.reload_weights(**keywords)
+    found = engine.weights.origin
+    if are_known:
+        assert isinstance(found, Files)
+        assert (found.model, found.revision) == (str(tmp_path), "main")
+    else:
+        assert found == Unknown()
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "keywords", "counts"),
     [
         ("sleep", (), {}, False),
