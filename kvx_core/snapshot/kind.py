@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -33,6 +35,8 @@ _MAX_FILE_BYTES = 1 << 33  # of an entry
 _MAX_LAYOUTS = 256  # that a kind remembers
 _MAX_PIECES = 1 << 15  # of these together
 _MAX_FINGERPRINTS = 16  # and parts of headers
+_MAX_SHARED = 32  # kinds of snapshots that are remembered
+_MAX_SHARED_BYTES = 1 << 16  # of their texts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +109,7 @@ class Kind:
     @classmethod
     def of_snapshot(
         cls, header: Header, tensors: Mapping[str, Stored], num_tokens: int, *, keyed: bool
-    ) -> Self:
+    ) -> Kind:
         """The kind of the file of one snapshot, of these tokens and with these facts alone.
 
         Raises CorruptError if no reader would take it.
@@ -113,7 +117,15 @@ class Kind:
         ordered = in_file_order(tensors)
         found = {name: KindTensor(stored, 0, None) for name, stored in ordered.items()}
         text = kind_text(header.parts, found, keyed=keyed, encrypted=False, prefix=header.prefix)
-        return cls.parse(text, "its description", num_tokens)
+        return cls.of_text(text, "its description", num_tokens)
+
+    @classmethod
+    def of_text(cls, raw: bytes, name: str, num_tokens: int) -> Kind:
+        """`parse` of the kind of a snapshot: the same object for snapshots that are alike."""
+        if len(raw) <= _MAX_SHARED_BYTES:
+            with suppress(StoreError):  # which would not name this file
+                return _shared(raw, num_tokens)
+        return cls.parse(raw, name, num_tokens)
 
     @classmethod
     def parse(cls, raw: bytes, name: str, num_tokens: int | None = None) -> Self:
@@ -233,3 +245,8 @@ class Kind:
                 f"a file of {num_tokens} tokens has {num_bytes} bytes, expected at most "
                 f"{_MAX_FILE_BYTES}. Set a smaller chunk_tokens"
             )
+
+
+@lru_cache(maxsize=_MAX_SHARED)
+def _shared(raw: bytes, num_tokens: int) -> Kind:
+    return Kind.parse(raw, "it", num_tokens)

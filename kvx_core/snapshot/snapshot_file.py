@@ -189,7 +189,7 @@ def _kind_in(head: bytearray, end: int, form: Form, secrets: Secrets, name: str)
     found: bytes = kind.encode("utf-8", "surrogatepass")
     if text.unpacked(raw).kind != hashlib.sha256(found).digest():
         raise CorruptError(f"{name}: its kind has changed since it was written")
-    return Kind.parse(found, name, form.num_tokens)
+    return Kind.of_text(found, name, form.num_tokens)
 
 
 def _opened(path: Path, flags: int) -> int:
