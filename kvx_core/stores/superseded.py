@@ -73,6 +73,9 @@ class Superseded:
     def _drop(self, found: _Useless) -> None:
         space, shorter, longer, chunk_tokens = found[1:]
         if not self._marks.has_kinds(space, longer, shorter):
+            if self._marks.kinds_of(space, shorter):  # it is needed: another mark, or its own again
+                own = shorter.parent, shorter.ids, chunk_tokens
+                self._marks.publish(space, *own, supersedes=False, from_memory=False)
             return
         # Another writer may have taken its mark at the same time.
         more = self._marks.publish(

@@ -143,6 +143,18 @@ def test_a_longer_entry_that_has_gone_costs_nothing(tmp_path: Path, clock: Clock
     assert lengths(tmp_path) == [9]
 
 
+def test_a_shorter_entry_gets_a_mark_again_when_the_longer_one_has_gone(
+    tmp_path: Path, clock: Clock
+) -> None:
+    store = timed(store_in(tmp_path), clock)
+    save(store, range(9))
+    save(store, range(13))
+    (longer,) = (path for path in tmp_path.rglob("*.safetensors") if length_of(path) == 13)
+    longer.unlink()
+    later(store, clock)
+    assert store_in(tmp_path).lookup([*range(8), 77]).num_tokens == 8
+
+
 def test_entries_of_another_precision_stay(tmp_path: Path, clock: Clock) -> None:
     exact = timed(store_in(tmp_path), clock)
     save(exact, range(9))
