@@ -72,17 +72,17 @@ class Superseded:
 
     def _drop(self, found: _Useless) -> None:
         space, shorter, longer, chunk_tokens = found[1:]
-        if not self._marks.has_kinds(space, longer, shorter):
-            if self._marks.kinds_of(space, shorter):  # it is needed: another mark, or its own again
-                own = shorter.parent, shorter.ids, chunk_tokens
-                self._marks.publish(space, *own, supersedes=False, from_memory=False)
+        is_useless = self._marks.has_kinds(space, longer, shorter)
+        needed = longer if is_useless else shorter
+        if is_useless or self._marks.has_tokens(space, shorter):
+            # Another writer may have taken its mark at the same time; or it has none any more.
+            more = self._marks.publish(
+                space, needed.parent, needed.ids, chunk_tokens, from_memory=False
+            )
+            if more is not None:
+                self.found(space, more, needed, chunk_tokens)
+        if not is_useless:
             return
-        # Another writer may have taken its mark at the same time.
-        more = self._marks.publish(
-            space, longer.parent, longer.ids, chunk_tokens, from_memory=False
-        )
-        if more is not None:
-            self.found(space, more, longer, chunk_tokens)
         for kind in self._marks.kinds_of(space, shorter):
             name = entry_name(space, shorter.key, kind)
             self._blobs.delete(name)
