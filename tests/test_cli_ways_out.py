@@ -198,7 +198,7 @@ WAYS_OUT = [
     ),
     WayOut(
         "kvx store import made out --chunk-tokens 16 --key-file key",
-        "Give writer and reader the same, or take what is not signed: --unsigned",
+        "Give it those of the writer, or take what is not signed: --unsigned",
         (
             "kvx store import made out --chunk-tokens 16 --key-file key --unsigned",
             "kvx store export signed a out2 --key-file key",

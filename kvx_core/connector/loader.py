@@ -38,7 +38,7 @@ class _Work:
 
     load: Load
     era: object  # when it began
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress | None = None  # None: it could not be made
     context: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @property
@@ -46,7 +46,7 @@ class _Work:
         """The first token that is not loaded. No part of them is any use without its own states."""
         if self.load.match.states:
             return self.load.start
-        return max(self.load.start, self.progress.stop)
+        return max(self.load.start, 0 if self.progress is None else self.progress.stop)
 
 
 class Loader:
@@ -92,6 +92,7 @@ class Loader:
         with self._lock:
             self._waiting[load.request_id] = work
         with self._loading(load) as guard:
+            work.progress = Progress()
             work.context = self._streams()
             self._workers.submit(partial(self._load_beside, work), load.request_id)
         if guard.failed:
@@ -100,7 +101,9 @@ class Loader:
     def load(self, load: Load) -> bool:
         """Loads what the forward pass of this step reads; returns whether that succeeded."""
         work = _Work(load, self._era())
-        good = self._load(work)
+        with self._loading(load) as guard:
+            work.progress = Progress()
+        good = not guard.failed and self._load(work)
         with self._lock:
             self._over.append((work, good))
         return good
@@ -118,7 +121,8 @@ class Loader:
             with self._lock:
                 found = self._waiting.get(request_id)
             if found is not None:
-                found.progress.is_cancelled = True
+                if found.progress is not None:
+                    found.progress.is_cancelled = True
                 if self._workers.cancel(request_id):
                     self._is_over(found, good=False)
 
@@ -168,7 +172,7 @@ class Loader:
 
     def _load(self, work: _Work) -> bool:
         load, progress = work.load, work.progress
-        if progress.is_cancelled:
+        if progress is not None and progress.is_cancelled:
             return False
         with self._loading(load) as guard:
             begin = time.perf_counter()
@@ -180,7 +184,7 @@ class Loader:
                         load.match, load.start, load.stop, sections, progress=progress
                     )
                 except StoreError:
-                    if progress.is_cancelled:
+                    if progress is not None and progress.is_cancelled:
                         return False  # nobody waits for it, so nothing has failed
                     raise
             self._counts.add(

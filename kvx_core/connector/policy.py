@@ -184,6 +184,7 @@ class Policy:
         if num_external_tokens:
             assert found is not None  # `lookup` found these tokens
             stop = found.start + num_external_tokens
+            tracked.saved = max(tracked.saved, stop)
             self._load(request_id, scope, found.match, found.start, stop, block_ids)
         if (
             found is not None
@@ -371,6 +372,7 @@ class Policy:
         self.produces = self.consumes = False
         self.lookups.forget_all()
         self._lookups.clear()
+        self._tracked.clear()
 
     def _doubt(self, match: Match | None) -> None:
         """Asks the disk for the files of a match before memory answers again. Never raises."""

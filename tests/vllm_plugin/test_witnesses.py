@@ -227,8 +227,8 @@ def test_what_users_send_to_all_workers(
     assert calls.during == [counts]
     assert (engine.weights.is_changing, engine.weights.generation) == (False, counts)
     assert engine.weights.origin == (origin or AsRanksSay())
-    said = [f"KVX: collective_rpc of {name} counts as a change of weights"] if name else []
-    assert [record.getMessage() for record in caplog.records] == said
+    said = {f"KVX: collective_rpc of {name} counts as a change of weights"} if name else set()
+    assert {record.getMessage() for record in caplog.records} == said  # by one handler or two
 
 
 @pytest.mark.parametrize(("method", "counts"), [("reset_all", 0), (reset_all, 1)])
