@@ -218,6 +218,9 @@ def test_kept_tokens_say_no_positions() -> None:
     migrate(adapter.span([layer], facts(tiny()), kept=True), there, [8])
     with pytest.raises(FactsMismatchError, match="moves from position 6 at the source to position"):
         migrate(adapter.span([layer], facts(tiny())), there, [6])
+    none_kept = numbered(RotatingKVCache(max_size=8), *[1] * 12)
+    with pytest.raises(FactsMismatchError, match="moves from position 4 at the source to position"):
+        migrate(adapter.span([none_kept], facts(tiny()), kept=True), there, [8])
 
 
 def test_a_chunk_begins_where_it_was_cut() -> None:
@@ -596,6 +599,7 @@ def test_facts_say_what_was_given() -> None:
     )
     assert (found.rotary, found.rotary_dim, found.window) == ("interleaved", 32, 16)
     assert (found.num_layers, found.total_kv_heads, found.engine) == (3, 5, "mlx-lm 1")
+    assert found.lossy is None  # unless they say that the layers are quantized
     assert facts(tiny()).window == 0
 
 

@@ -412,6 +412,17 @@ def test_buffers_that_do_not_agree(change: Callable[[Buffers], Buffers], message
         trt.buffer_view(spec, change([manager.get_buffers(i, "HND") for i in range(3)]), FACTS)
 
 
+def test_one_layer_has_blocks_and_no_pages_of_others() -> None:
+    """The managers place it alike."""
+    manager = KvCacheManager(config(num_kv_heads_per_layer=[3]))
+    (spec,) = specs_of(manager)
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"^buffers\[0\] has 22 blocks, 960 elements apart, expected 23, 960 apart$",
+    ):
+        trt.buffer_view(spec, [manager.get_buffers(0, "HND")[1:]], FACTS)
+
+
 # ---- addresses and pages that do not agree ----
 
 

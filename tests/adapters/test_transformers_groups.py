@@ -412,6 +412,16 @@ def test_a_request_is_asked_what_it_holds(models: dict[str, Any]) -> None:
     )
 
 
+def test_a_memory_that_ends_within_a_block(models: dict[str, Any]) -> None:
+    """A block has a page of each layer; the last ones here are no block."""
+    cache = paged(models["full"])
+    (allocator,) = cache.cache_allocators.values()
+    (whole,) = hf.paged_groups(cache, facts(models["full"]))
+    allocator.cache_tensor = allocator.cache_tensor[:-PAGE]
+    (group,) = hf.paged_groups(cache, facts(models["full"]))
+    assert group.view.layers[-1].v.shape[0] == whole.view.layers[-1].v.shape[0] - 1
+
+
 def test_a_span_whose_request_has_other_blocks_is_refused(models: dict[str, Any]) -> None:
     like = models["full"]
     cache = paged(like)

@@ -303,7 +303,11 @@ def test_models_share_nothing_though_their_weights_have_one_name(name: str, tmp_
             total_kv_heads=2,
             precision=Precision.of("float32"),
         )
-        spaces |= {Scoped(store)[Scope(salt, name)].nodes([])[0] for salt in ("", "a")}
+        stores = Scoped(store)
+        found = [stores[Scope(salt, name)] for salt in ("", "a")]
+        spaces |= {each.nodes([])[0] for each in found}
+        # Chunks of one store are written together.
+        assert [stores[Scope(salt, name)] for salt in ("", "a")] == found
     assert len(spaces) == 4
 
 

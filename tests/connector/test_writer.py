@@ -15,10 +15,11 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
+from kvx_core.snapshot import Precision
 from kvx_core.stores.blobs import Put
 from tests.connector.test_toy_engine import prompt, store_in
 from tests.connector.toy_connector import view_of
-from tests.connector.toy_engine import BLOCK_SIZE, LAYERS, Engine
+from tests.connector.toy_engine import BLOCK_SIZE, DIM, HEADS, LAYERS, Engine
 
 CHUNK = 16
 
@@ -104,6 +105,27 @@ def test_what_waits_is_written_together(writing: Writing) -> None:
     files = [writing.blobs.root / name for name in writing.names()]
     assert writing.counts.take()["saved_bytes"] == sum(file.stat().st_size for file in files)
     assert writing.boundary.take_counts() == {}
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_what_a_format_spares_is_counted(converts: bool, tmp_path: Path) -> None:
+    """Files of plain bytes are no larger for what is beside them: that spares nothing."""
+    settings = StoreSettings(path=tmp_path, format="f16" if converts else None)
+    store = settings.store(
+        fingerprint="toy",
+        num_layers=LAYERS,
+        total_kv_heads=HEADS,
+        precision=Precision.of("float32"),
+        new_chunk_tokens=64,
+    )
+    counts = Counts()
+    writer = Writer(settings, Boundary(pytest.fail), counts, lambda store, chunk: False)
+    assert writer.commit(store, chunks_of(store, prompt(128, 6))) == [None, None]
+    found = counts.take()
+    in_cache = LAYERS * len("kv") * HEADS * 128 * DIM * 4
+    spared = in_cache - found["saved_bytes"]
+    assert (spared > 0) == converts
+    assert found.get("spared_bytes") == (spared if converts else None)
 
 
 def test_so_many_at_most(writing: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
