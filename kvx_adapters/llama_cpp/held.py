@@ -28,7 +28,7 @@ def positions_held(memory: Memory, view: CacheView, sequence: int) -> range:
     found = memory.positions(sequence)
     every, windows = memory.state_bytes(sequence), memory.state_bytes(sequence, windows=True)
     # A model with windows has two caches. Of the windows' a state has what they still see.
-    seen, window = found, view.facts.window or 0
+    seen, window = found, view.facts.window
     if every == windows:
         num_bytes = every - _HEADER
     elif window:

@@ -75,6 +75,8 @@ def test_there_and_back() -> None:
     assert fi.seq_lens(indptr, last, PAGE).to_numpy().tolist() == LENGTHS
     empty = fi.page_table([], [], PAGE)
     assert fi.block_table(*empty[:2]).seq_count == 0
+    one_each = fi.block_table(*fi.page_table([[4], [2]], [1, 3], PAGE)[:2])
+    assert one_each.max_blocks_per_seq == 1
     assert fi.seq_lens(empty[0], empty[2], PAGE).to_numpy().tolist() == []
 
 
@@ -116,6 +118,7 @@ def ints(*numbers: int) -> Tensor:
         (lambda: fi.cache_desc(pool("NHD"), ["NHD"]), "kv_layout is ['NHD'], expected 'NHD' or"),
         (lambda: fi.cache_desc(pool("NHD")[:, 0], "NHD"), "paged_kv_cache has the shape (1"),
         (lambda: fi.cache_desc(torch.zeros(3, 1, 4, 2, 8), "NHD"), "has the shape (3, 1, 4, 2, 8)"),
+        (lambda: fi.cache_desc(torch.zeros(3, 2, 4, 8), "NHD"), "has the shape (3, 2, 4, 8), exp"),
         (lambda: fi.cache_desc(torch.zeros(3, 3, 4, 2, 8), "NHD"), "has the shape (3, 3, 4, 2, 8)"),
     ],
 )  # fmt: skip

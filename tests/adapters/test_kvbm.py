@@ -151,6 +151,11 @@ def test_strided_chunks() -> None:
         operationals = filled(DIMS.nb, DIMS.operational, torch.float32)
         kvbm.block_to_operational(blocks, operationals, backend)
         assert all_same(operationals, [as_operational(block, DIMS) for block in blocks])
+    whole = [[chunk.contiguous() for chunk in block] for block in blocks]
+    for backend in ("vectorized", "auto", "kernel"):
+        operationals = filled(DIMS.nb, DIMS.operational, torch.float32)
+        kvbm.block_to_operational(whole, operationals, backend)
+        assert all_same(operationals, [as_operational(block, DIMS) for block in blocks])
 
 
 def test_numpy() -> None:

@@ -385,6 +385,11 @@ def test_bytes_with_a_scale_per_token_and_head(name: str, layout: str) -> None:
         torch.testing.assert_close(found, token, rtol=rtol, atol=atol)
 
 
+def test_rows_with_a_scale_are_known_since_0_26() -> None:
+    spec = per_token_head_spec("int8", "NHD", version="0.26.0")
+    assert encoding_of(spec).inline_scales
+
+
 def test_int8_rows_of_vllm_are_numbers() -> None:
     """What vLLM's kernel has stored, in one order, becomes another engine's bfloat16 in another.
 
