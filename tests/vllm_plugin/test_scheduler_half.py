@@ -796,7 +796,10 @@ def test_layers_are_not_copied_where_they_are_computed_in_parts(start: Any) -> N
         cache_config=SimpleNamespace(),
         attention_config=SimpleNamespace(),
     )
-    check_engine(config, Settings(path="store"))
+    plain = Settings(path="store")
+    assert not plain.layerwise
+    assert not plain.async_load
+    check_engine(config, plain)
     with pytest.raises(UnsupportedError, match=r"layerwise is True with enable_dbo or ubatch_size"):
         check_engine(config, Settings(path="store", layerwise=True))
 

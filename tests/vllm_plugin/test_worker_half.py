@@ -169,8 +169,10 @@ def test_a_step_that_was_planned_for_other_weights_is_not_saved(
         generation=generation,
         stamp=None if stamp is None else Stamp(*stamp),
     )
+    assert worker.half.take_report() is None  # the scheduler takes that for granted
     worker.half.save(step)
     worker.half.shutdown()
+    assert [worker.half.take_report() is None for _ in "ab"] == [generation == 0, True]
     assert worker.half.take_results()[0] == {"a"}  # its blocks need not wait
     assert worker.store.lookup(TOKENS).num_tokens == (40 if is_saved else 0)
 
