@@ -160,6 +160,14 @@ def test_buffers_of_bfloat16_are_bound_as_such() -> None:
     adapter.bind(binding, running, held)
     running.run_with_iobinding(binding)
     assert all(torch.equal(held[name], before[name]) for name in names)
+    seen: list[tuple[Any, ...]] = []
+    binding = SimpleNamespace(
+        bind_input=lambda *given: seen.append(given), bind_output=lambda *given: seen.append(given)
+    )
+    adapter.bind(binding, running, held)
+    assert [given[:3] for given in seen] == [
+        (name, "cpu", 0) for pair in zip(names, there, strict=True) for name in pair
+    ]
 
 
 def of(*inputs: tuple[str, str, list[Any]]) -> Any:

@@ -496,6 +496,13 @@ def test_scales_in_tensors_are_not_copied() -> None:
     assert [one and one.data for one in view.k_scales] == [one.data_ptr() for one in factors]
 
 
+def test_rows_that_lie_apart_are_refused() -> None:
+    pool = mha()
+    pool.v_buffer[1] = pool.v_buffer[1].repeat(1, 2, 1)[:, ::2]
+    with pytest.raises(InvalidArgumentError, match="expected .*, contiguous: a row per slot"):
+        view_of(pool)
+
+
 def test_block_tables_are_those_of_kvx() -> None:
     requests = Requests([20], page=16, pages=7, seed=1)
     assert sglang.request_slots(requests.table, [], []).tolist() == []

@@ -147,6 +147,16 @@ def test_one_head_and_one_layer(layout: str, views: Views) -> None:
     assert (raw == SENTINEL).sum() >= raw.numel() - 2 * 2 * 80 * 2
 
 
+@pytest.mark.parametrize("axis", range(3))
+def test_each_axis_of_two_or_more_is_where_the_layout_has_it(axis: int) -> None:
+    spec = make_spec("LBHNC", num_blocks=2, block_size=2, num_kv_heads=2)
+    kv_cache = by_permutation(spec)[1][0]
+    vllm.cache_desc(kv_cache, spec)
+    stride = [0 if i == axis else step for i, step in enumerate(kv_cache.stride())]
+    with pytest.raises(InvalidArgumentError, match=r"kv_cache\.stride is .* for layout LBHNC"):
+        vllm.cache_desc(kv_cache.as_strided(kv_cache.shape, stride), spec)
+
+
 @needs_vllm
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "LHBNC"])
 def test_kernel_blocks(layout: str) -> None:
