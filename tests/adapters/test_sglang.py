@@ -499,7 +499,7 @@ def test_scales_in_tensors_are_not_copied() -> None:
 def test_rows_that_lie_apart_are_refused() -> None:
     pool = mha()
     pool.v_buffer[1] = pool.v_buffer[1].repeat(1, 2, 1)[:, ::2]
-    with pytest.raises(InvalidArgumentError, match="expected .*, contiguous: a row per slot"):
+    with pytest.raises(InvalidArgumentError, match=r"expected .*, contiguous: a row per slot"):
         view_of(pool)
 
 

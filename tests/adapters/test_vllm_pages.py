@@ -128,8 +128,9 @@ CASES: list[tuple[str, tuple[str, ...], str, dict[str, str], Store]] = [
     ),
     ("FLEX_ATTENTION", ("0.22.0",), "KBNHC", {"NHD": "KBNHC", "HND": "KBNHC"}, store_tensors),
     ("FLEX_ATTENTION", ("0.23.0",), "BKNHC", {"NHD": "BNKHC", "HND": "BNKHC"}, store_planes),
-    ("FLEX_ATTENTION", ("0.26.0",), "BHNC", {"NHD": "BNHC", "HND": "BNHC"}, store_halves),
-    ("FLEX_ATTENTION", ("0.29.0", "0.33.0"), "BHNC", {"LBNHC": "LBNHC"}, store_halves),
+    ("FLEX_ATTENTION", ("0.26.0", "0.28.1"), "BHNC", {"NHD": "BNHC", "HND": "BNHC"}, store_halves),
+    ("FLEX_ATTENTION", ("0.29.0",), "BHNC", {"LBNHC": "LBNHC", "NHD": "LBNHC"}, store_halves),
+    ("FLEX_ATTENTION", ("0.33.0",), "BHNC", {"LBNHC": "LBNHC"}, store_halves),
     ("TRITON_FLASH_ATTN", ("0.30.0",), "BHNC", SIX, store_halves),
     ("TRITON_FLASHINFER", ("0.33.0",), "BHNC", SIX, store_halves),
     ("HPC_ATTN", ("0.29.0",), "BHNC", {"LBNHC": "LBNHC"}, store_halves),
@@ -137,7 +138,7 @@ CASES: list[tuple[str, tuple[str, ...], str, dict[str, str], Store]] = [
     ("CPU_ATTN", ("0.23.0", "0.28.0"), "BHNC", {"HND": "BHNC"}, store_cpu_pages),
     ("CPU_ATTN", ("0.29.0", "0.33.0"), "BHNC", {"LBHNC": "LBHNC"}, store_cpu_pages),
     ("ROCM_ATTN", ("0.20.2", "0.28.0"), "KBNHC", {"NHD": "KBNHC", "HND": "KBNHC"}, store_packed),
-    ("ROCM_AITER_UNIFIED_ATTN", ("0.26.0",), "BHNC", SAME, store_halves),
+    ("ROCM_AITER_UNIFIED_ATTN", ("0.26.0", "0.28.1"), "BHNC", SAME, store_halves),
     *(
         (
             backend,

@@ -56,6 +56,8 @@ def test_heads_that_a_config_does_not_size(tmp_path: Path) -> None:
     assert "head_dim" not in json.loads((directory / "config.json").read_text())
     model = model_of(args_for(directory), fingerprint="f")
     assert (model.total_kv_heads, model.head_dim) == (2, 24)
+    wide = config_dir(tmp_path, "Qwen3", dtype="bfloat16", head_dim=40, **sizes)
+    assert model_of(args_for(wide), fingerprint="f").head_dim == 40
 
 
 @pytest.mark.parametrize("where", ["rope_parameters", "config", "nowhere"])
