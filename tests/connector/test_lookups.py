@@ -330,6 +330,18 @@ def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers.shutdown(60)
 
 
+def test_all_lookups_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
+    asked = Asked(tmp_path)
+    asked.blobs.answers.clear()
+    assert [asked.at_once(prompt(40, seed)) for seed in (14, 15)] == [None, None]
+    pending = list(asked.lookups._pending.values())
+    asked.policy.reset()
+    assert [lookup.is_forgotten for lookup in pending] == [True, True]
+    asked.blobs.answers.set()
+    asked.lookups.shutdown()
+
+
 def test_threads_of_lookups_end_with_them(tmp_path: Path) -> None:
     before, asked = set(threading.enumerate()), Asked(tmp_path)
     assert asked.answer(prompt(40, 14)) == 0

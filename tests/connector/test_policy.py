@@ -184,6 +184,18 @@ def test_a_lookup_computes_the_keys_of_what_it_has_not_found(asked: Any) -> None
     assert chain.num_ids == 1008  # of full chunks
 
 
+def test_a_thread_computes_the_keys_of_a_prompt_that_nobody_looks_up(asked: Any) -> None:
+    """A step computes some of them, and saves these tokens."""
+    one = asked()
+    request = Request("r", prompt(2000, 20), 8)
+    one.policy.allocated(request, (list(range(500)),), 0)
+    (save,) = one.step(request, 2000)
+    assert (save.start, save.stop) == (0, 1024)
+    assert one.lookups._workers.wait(60)
+    _, chain = one.policy._chains["r"]
+    assert chain.num_ids == 2000
+
+
 def test_a_request_that_grows_before_it_has_blocks_is_looked_up_again(asked: Any) -> None:
     one, tokens = asked(), prompt(48, 9)
     fill(one.store, tokens)
