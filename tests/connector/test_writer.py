@@ -122,6 +122,7 @@ def test_what_a_format_spares_is_counted(converts: bool, tmp_path: Path) -> None
     writer = Writer(settings, Boundary(pytest.fail), counts, lambda store, chunk: False)
     assert writer.commit(store, chunks_of(store, prompt(128, 6))) == [None, None]
     found = counts.take()
+    assert (found["store_files"], found["store_bytes"]) == store.used[:2]
     in_cache = LAYERS * len("kv") * HEADS * 128 * DIM * 4
     spared = in_cache - found["saved_bytes"]
     assert (spared > 0) == converts
