@@ -2,7 +2,6 @@
 // does for each of its files, in one call that holds the GIL only at its ends.
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <stdint.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -95,6 +94,17 @@ Found found(int folder, const char *path, int64_t least, int64_t most, Views *vi
   return found;
 }
 
+// NULL with a Python exception if there is no memory.
+PyObject *tuple_of(const Found &one) {
+  PyObject *const handle = PyLong_FromLong(one.handle), *const size = PyLong_FromLong(one.size),
+                  *const count = PyLong_FromLong(one.count);
+  PyObject *const all = handle && size && count ? PyTuple_Pack(3, handle, size, count) : nullptr;
+  if (handle) Py_DecRef(handle);
+  if (size) Py_DecRef(size);
+  if (count) Py_DecRef(count);
+  return all;
+}
+
 // (folder, path, least, most, views) -> (handle, size, bytes that were read). EINVAL: there are
 // more than kMostViews.
 PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t num_args) {
@@ -114,10 +124,8 @@ PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t num_args) {
     one = found(static_cast<int>(folder), path, least, most, &views);
     PyEval_RestoreThread(state);
   }
-  PyObject *const handle = PyLong_FromLong(one.handle), *const size = PyLong_FromLong(one.size),
-                  *const count = PyLong_FromLong(one.count);
-  PyObject *const all = PyTuple_Pack(3, handle, size, count);
-  Py_DecRef(handle), Py_DecRef(size), Py_DecRef(count);
+  PyObject *const all = tuple_of(one);
+  if (!all && one.handle >= 0) close(static_cast<int>(one.handle));
   return all;
 }
 

@@ -144,11 +144,11 @@ def shared_spans(src: LayerGroup, dst: LayerGroup) -> tuple[CacheSpan, CacheSpan
 
 
 def _by_token(cache: CacheDesc, row: int) -> CacheDesc:
-    """A sequence of a layer with a block for each token."""
+    """A sequence of a layer with a block for each token: (row, head, token, dim) becomes
+    (token, 1, head, dim).
+    """
 
-    def blocks(
-        tensor: TensorDesc,
-    ) -> TensorDesc:  # (row, head, token, dim) to (token, 1, head, dim)
+    def blocks(tensor: TensorDesc) -> TensorDesc:
         owner: Any = tensor.owner
         return describe(owner[row].transpose(0, 1)[:, None], Layout.BLOCK_NHD)
 

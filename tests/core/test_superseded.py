@@ -134,6 +134,7 @@ def test_the_mark_of_an_entry_of_a_kind_that_is_new_stays(tmp_path: Path) -> Non
 
 
 def test_a_longer_entry_that_has_gone_costs_nothing(tmp_path: Path, clock: Clock) -> None:
+    """The shorter one stays, and gets its mark again."""
     store = timed(store_in(tmp_path), clock)
     save(store, range(9))
     save(store, range(13))
@@ -141,17 +142,6 @@ def test_a_longer_entry_that_has_gone_costs_nothing(tmp_path: Path, clock: Clock
     longer.unlink()
     later(store, clock)
     assert lengths(tmp_path) == [9]
-
-
-def test_a_shorter_entry_gets_a_mark_again_when_the_longer_one_has_gone(
-    tmp_path: Path, clock: Clock
-) -> None:
-    store = timed(store_in(tmp_path), clock)
-    save(store, range(9))
-    save(store, range(13))
-    (longer,) = (path for path in tmp_path.rglob("*.safetensors") if length_of(path) == 13)
-    longer.unlink()
-    later(store, clock)
     assert store_in(tmp_path).lookup([*range(8), 77]).num_tokens == 8
 
 
