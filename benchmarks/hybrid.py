@@ -343,8 +343,13 @@ def _pages(tokens: int) -> tuple[Tensor, Tensor]:
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     nope = x[:, :_NOPE].float()
-    scale = nope.abs().amax(-1) / 448
+    scale = _of_e4m3(nope.abs().amax(-1))
     return _codes(nope / scale[:, None]), scale
+
+
+def _of_e4m3(largest: Tensor) -> Tensor:
+    """largest / 448: by a tensor, since a GPU multiplies with the reciprocal of a number."""
+    return largest / torch.full_like(largest, 448)
 
 
 def _codes(numbers: Tensor) -> Tensor:
@@ -359,7 +364,7 @@ def _are_flushed(theirs: Tensor, ours: Tensor) -> Tensor:
 
 def _exponents(numbers: Tensor) -> Tensor:
     """Of the powers of two at or above the largest magnitudes / 448."""
-    mantissa, exponents = torch.frexp(numbers.abs().amax(-1).clamp(min=1e-4) / 448)
+    mantissa, exponents = torch.frexp(_of_e4m3(numbers.abs().amax(-1).clamp(min=1e-4)))
     return exponents - (mantissa == 0.5).int()
 
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar, overload
 from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
 from kvx_core.errors import InternalError
-from kvx_core.memory_checks import check_index_memory, same_memory
+from kvx_core.memory_checks import same_memory
 from kvx_core.options import GatherOptions, WriteOptions
+from kvx_core.placing import where_read
 from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
@@ -119,11 +120,12 @@ def rest_of_write(
         found_slots = SlotMapping.of(slots) if left & _bound.INDICES else None
         _forget_if_before_torch(cache, key)
         require_cache(cache, options)
+        now = _abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
         if found_slots is not None and found_slots.token_count:
             tensors = {"cache.k": cache.k} | ({"key": found_key} if found_key else {})
-            check_index_memory({"slots": found_slots}, tensors, options.transfer)
+            given = {"slots": found_slots}
+            found_slots = where_read(given, tensors, options.transfer, now)["slots"]
         structs = _structs(found_key, found_value, found_slots)
-        now = _abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
         status = call(key, value, slots, now, *map(_abi.address_of, structs))
     _check(status)
 
@@ -157,12 +159,13 @@ def rest_of_gather(
         for name, tensor in (("key", found_key), ("value", found_value)):
             if tensor is not None:
                 tensor.require_writable(name)
+        now = _abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
         if table is None or table.num_rows:
             tensors = {"cache.k": cache.k} | ({"key": found_key} if found_key else {})
-            indices = {"block_table": table, "seq_lens": lens}
-            check_index_memory(indices, tensors, options.transfer)
+            indices: dict[str, Any] = {"block_table": table, "seq_lens": lens}
+            indices = where_read(indices, tensors, options.transfer, now)
+            table, lens = indices["block_table"], indices["seq_lens"]
         structs = _structs(found_key, found_value, table, lens)
-        now = _abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
         addresses = map(_abi.address_of, structs)
         status = call(key, value, block_table, seq_lens, now, *addresses, max_seq_len)
         if status == -_bound.SIZES:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.formats import INDICES
 from kvx_core.tensors import (
     Borrowed,
+    Numbers,
     TensorLike,
     borrow,
     borrow_ints,
     int64_array,
     is_tensor,
     is_torch,
+    own,
     row_major,
 )
 from kvx_core.types import DType, Memory
@@ -65,11 +66,13 @@ def table_dtype(name: str, given: object) -> DType:
     return DType.of(given, name, takes=(*INDICES, DType.U64))
 
 
-def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
+def padded(name: str, rows: object) -> Numbers:
     """A list of rows as a table, padded with -1 to the longest."""
     expected = "a tensor of 2 axes, or a list with a list of block ids per sequence"
     if type(rows) is list and len(rows) == 1 and type(rows[0]) is list and rows[0]:
-        return int64_array(f"{name}[0]", rows[0])[None]  # as a connector asks for in every step
+        return own(
+            int64_array(f"{name}[0]", rows[0])[None]
+        )  # as a connector asks for in every step
     if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
         raise wrong(name, rows, expected)
     for i, row in enumerate(rows):
@@ -80,7 +83,7 @@ def padded(name: str, rows: object) -> npt.NDArray[np.int64]:
     table = np.full((len(rows), width), -1, np.int64)
     for i, row in enumerate(rows):
         table[i, : len(row)] = int64_array(f"{name}[{i}]", row)
-    return table
+    return own(table)
 
 
 def are_right(dtype: object, memory: object, place: int, count: int, invalid: int = -1) -> bool:

@@ -13,8 +13,8 @@ from kvx_core import _abi, _bound
 from kvx_core.cache import CacheDesc
 from kvx_core.calls import A_CACHE, require_cache, token_desc, write_like
 from kvx_core.errors import InternalError, InvalidArgumentError
-from kvx_core.memory_checks import check_index_memory
 from kvx_core.options import Scale, WriteOptions
+from kvx_core.placing import where_read
 from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream, stream_number
 from kvx_core.tables import SlotMapping
@@ -121,15 +121,16 @@ class WriteLayersPlan:
             found_slots = SlotMapping.of(slots)
             for cache, options in zip(self._caches, self._options, strict=True):
                 require_cache(cache, options)
+            owners = (tensor.owner for tensor in (self._caches[0].k, *found_keys))
+            now = _abi.stream_now(call_stream(self._stream, *owners))
             if found_slots.token_count:
                 tensors = {f"caches[{i}].k": cache.k for i, cache in enumerate(self._caches)} | {
                     f"keys[{i}]": key for i, key in enumerate(found_keys)
                 }
-                check_index_memory({"slots": found_slots}, tensors, self._options[0].transfer)
+                transfer = self._options[0].transfer
+                found_slots = where_read({"slots": found_slots}, tensors, transfer, now)["slots"]
             given = found_slots, *found_keys, *found_values
             structs = [None if desc is None else desc.to_c() for desc in given]
-            owners = (tensor.owner for tensor in (self._caches[0].k, *found_keys))
-            now = _abi.stream_now(call_stream(self._stream, *owners))
             status = self._call(slots, *keys, *values, now, *map(_abi.address_of, structs))
             if status < 0:
                 raise InternalError(f"a bound call has left {-status:#b} of described tensors")

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import Memory, Transfer
+from kvx_core.types import Memory
 
 if TYPE_CHECKING:
     from kvx_core.tables import BlockTable, SeqLens, SlotMapping
-    from kvx_core.tensors import Borrowed
 
 
 def same_memory(name: str, memory: Memory, other: str, expected: Memory) -> None:
@@ -23,27 +22,6 @@ def same_memory(name: str, memory: Memory, other: str, expected: Memory) -> None
             f"{name}.memory is {memory.name}, expected {expected.name}, where {other}. "
             "Move it there first"
         )
-
-
-def check_index_memory(
-    indices: Mapping[str, SlotMapping | BlockTable | SeqLens | None],
-    tensors: Mapping[str, Borrowed],
-    transfer: Transfer,
-) -> None:
-    """Raises if slots, tables or lengths are not in the memory where the call reads them.
-
-    A call runs on the device if any of its tensors is there. With COPY_ENGINE the host reads the
-    indices even then.
-    """
-    if transfer is Transfer.COPY_ENGINE:
-        other, expected = "COPY_ENGINE reads them", Memory.HOST
-    else:
-        on_device = (name for name, tensor in tensors.items() if tensor.memory is not Memory.HOST)
-        name = next(on_device, next(iter(tensors)))
-        other, expected = f"{name} is", tensors[name].memory
-    for name, index in indices.items():
-        if index is not None:
-            same_memory(name, index.memory, other, expected)
 
 
 def check_host_memory(indices: Mapping[str, SlotMapping | BlockTable | SeqLens | None]) -> None:

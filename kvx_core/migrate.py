@@ -14,8 +14,8 @@ from kvx_core import _abi, _bound, facts
 from kvx_core.errors import FactsMismatchError
 from kvx_core.holds import require_both_hold
 from kvx_core.left_out import bytes_left_out, may_leave_out
-from kvx_core.memory_checks import check_index_memory
 from kvx_core.options import MoveKeywords, MoveOptions
+from kvx_core.placing import places_of, used_on, where_read, with_places
 from kvx_core.positions import require_same_positions
 from kvx_core.reorder import reordered
 from kvx_core.streams import current_stream, stream_number
@@ -112,6 +112,8 @@ def migrate(
         if lens.memory is Memory.HOST:  # read once: who shares its memory may write it meanwhile
             seq_lens = SeqLens.of(lens.to_numpy())
     moved = move.call(seq_lens, stream)
+    if move.moved:
+        used_on(stream, move.moved)
     if moved < 0:
         _check(moved)
         lens = SeqLens.of(seq_lens)
@@ -156,7 +158,7 @@ def bound_copy(src: CacheSpan, dst: CacheSpan, lens: SeqLens) -> Callable[[], No
     """
     key = id(dst), _USUAL.key, "copy_tokens"
     move = _bound_move(src, dst, _USUAL, key, (src, dst))
-    check_index_memory({"seq_lens": lens}, _first_tensors(src, dst), move.transfer)
+    where_read({"seq_lens": lens}, _first_tensors(src, dst), move.transfer)
     struct = lens.to_c()
     address = _abi.address_of(struct)
 
@@ -195,13 +197,11 @@ def _bound_move(
                     scale.require_writable(f"dst.{name}[{i}]")
     tensors = _first_tensors(src, dst)
     memory = {tensor.memory for tensor in tensors.values()} - {Memory.HOST} or {Memory.HOST}
+    given, moved = places_of(src, dst), {}
     if tensors:
-        indices = {
-            f"{end}.{name}": getattr(span, name)
-            for end, span in (("src", src), ("dst", dst))
-            for name in ("block_table", "slots", "starts")
-        }
-        check_index_memory(indices, tensors, options.transfer)
+        read = where_read(given, tensors, options.transfer)
+        moved = {name: index for name, index in read.items() if index is not given[name]}
+        ends = with_places(ends, read) if moved else ends
     where = next(iter(memory))
     binding = _bound.Binding(
         held=held,
@@ -219,7 +219,7 @@ def _bound_move(
     rows = max(_table_rows(src, dst), default=0)
     call = _bound.migrate(binding, struct, token_bytes, rows)
     leaves_out = may_leave_out(src, zero_fill=options.zero_fill) or may_leave_out(dst)
-    move = Move(call, token_bytes, held, options.transfer, leaves_out)
+    move = Move(call, token_bytes, held, options.transfer, leaves_out, moved)
     src.moves.keep(dst, key, move)
     return move
 
@@ -232,14 +232,16 @@ def _move_described(
     if held != move.held:
         src.moves.clear()  # the memory is the same, in another storage: bind anew
     tensors = _first_tensors(src, dst)
-    if lens.seq_count and tensors:
-        check_index_memory({"seq_lens": lens}, tensors, move.transfer)
     if stream is None:
         stream = _abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
+    if lens.seq_count and tensors:
+        lens = where_read({"seq_lens": lens}, tensors, move.transfer, stream)["seq_lens"]
     struct = lens.to_c()
     # A bound that does not fit the struct is left out: libkvx refuses such lengths.
     max_seq_len = max_seq_len if 0 <= max_seq_len < 2**32 else 0
     _check(move.call(None, stream, _abi.address_of(struct), max_seq_len))
+    if move.moved:
+        used_on(stream, move.moved)
 
 
 def _check(moved: int) -> None:

@@ -19,8 +19,9 @@ from kvx_core.lookups import (
     invalid_slot,
     lookups_to_c,
 )
-from kvx_core.memory_checks import check_host_memory, check_index_memory
+from kvx_core.memory_checks import check_host_memory
 from kvx_core.options import MoveKeywords, MoveOptions
+from kvx_core.placing import places_of, used_on, where_read, with_places
 from kvx_core.plan import Plan, Ranges, closed_call
 from kvx_core.plan_info import PlanInfo
 from kvx_core.positions import have_positions, require_same_positions
@@ -71,6 +72,7 @@ class MigratePlan(Plan):
         "_held",
         "_layers",
         "_lens",
+        "_moved",
         "_new_positions",
         "_src",
         "_stream",
@@ -106,13 +108,12 @@ class MigratePlan(Plan):
         parted = (i for i, (whole, part) in pairs if whole.head_dim != part.head_dim)
         self._layers = [*range(len(src.view.layers)), *parted]
         self._held = src.held("src"), dst.held("dst")
-        self._lens = lens = None if seq_lens is None else SeqLens.of(seq_lens)
-        places = {
-            f"{end}.{name}": getattr(span, name)
-            for end, span in (("src", src), ("dst", dst))
-            for name in ("block_table", "slots", "starts")
-        }
-        self._check_memory({**places, "seq_lens": lens})
+        self._lens = None if seq_lens is None else SeqLens.of(seq_lens)
+        given: dict[str, Any] = {**places_of(src, dst), "seq_lens": self._lens}
+        placed = self._where_read(given)
+        ends = with_places(ends, placed)
+        lens = placed.pop("seq_lens")
+        self._moved = {name: one for name, one in placed.items() if one is not given[name]}
         struct = _abi.kvx_migrate_desc_t(
             flags=options.flags,
             num_heads=options.num_heads or 0,
@@ -133,7 +134,7 @@ class MigratePlan(Plan):
             memory=memory,
             index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else memory,
             stream=self._stream,
-            kept=(handle, lens),
+            kept=(handle, lens, placed),
         )
         token_bytes = dst.view.bytes_per_token(options.num_heads)
         brief = len(dst.view.layers) <= 8
@@ -190,6 +191,8 @@ class MigratePlan(Plan):
             dst_starts,
             stream,
         )
+        if self._moved:
+            used_on(stream, self._moved)
         if status:
             if status > 0:
                 _abi.check(status)
@@ -206,9 +209,8 @@ class MigratePlan(Plan):
         """
         indices = self._lookups(seq_lens, lookups)
         self._require_positions(seq_lens, lookups.get("src_starts"), lookups.get("dst_starts"))
-        self._check_memory(indices)
         self._require_holds(indices)
-        return self._describe(lookups_to_c(indices))
+        return self._describe(lookups_to_c(self._where_read(indices)))
 
     def ranges(self, seq_lens: Lens | None = None, **lookups: Unpack[Lookups]) -> Ranges:
         """Lists the copies that `run` would make with the same arguments: an array of RANGE.
@@ -230,12 +232,13 @@ class MigratePlan(Plan):
         self._handle = None
 
     def _run_described(self, seq_lens: Any, lookups: Any, stream: int | None) -> None:
-        indices = self._lookups(seq_lens, lookups)
-        self._check_memory(indices)
-        handle, struct = self._open_handle(), lookups_to_c(indices)
         if stream is None:
             stream = _abi.stream_now(self._stream)
+        indices = self._where_read(self._lookups(seq_lens, lookups), stream)
+        handle, struct = self._open_handle(), lookups_to_c(indices)
         _abi.check(handle.library.kvx_plan_run(handle.value, struct, stream))
+        if self._moved:
+            used_on(stream, self._moved)
 
     def _require_positions(self, seq_lens: Any, src_starts: Any, dst_starts: Any) -> None:
         """Refuses tokens that would go to other positions, unless the plan is for that."""
@@ -295,6 +298,6 @@ class MigratePlan(Plan):
         memory -= {Memory.HOST}
         return next(iter(memory or {Memory.HOST}))
 
-    def _check_memory(self, indices: Indices) -> None:
-        if tensors := self._tensors():
-            check_index_memory(indices, tensors, self._transfer)
+    def _where_read(self, indices: Indices, stream: int | None = None) -> dict[str, Any]:
+        tensors = self._tensors()
+        return where_read(indices, tensors, self._transfer, stream) if tensors else dict(indices)

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvx_core._dlpack import Exported
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.tensors import (
     Borrowed,
+    Numbers,
     TensorLike,
     borrow,
     is_in_place,
     is_tensor,
     is_torch,
     moved,
+    own,
 )
 from kvx_core.words import address, each
 
@@ -70,7 +71,7 @@ def nested(blocks: Any, depth: int) -> list[Any]:
 
 def addresses_of_planes(
     rows: Sequence[Sequence[Sequence[TensorLike | int | None]]], seen: dict[int, Borrowed]
-) -> npt.NDArray[Any]:
+) -> Numbers:
     """Nested lists of blocks as an array of addresses (seq_count, max_blocks_per_seq, planes).
 
     seen: gets the first tensor of each plane; the others are like it
@@ -102,7 +103,7 @@ def addresses_of_planes(
                     table[i, j, k] = given.data
                 elif plane is not None:
                     table[i, j, k] = address(f"block_table[{i}][{j}][{k}]", plane)
-    return table
+    return own(table)
 
 
 def check_blocks(blocks: Sequence[Borrowed | None], planes: Sequence[Borrowed]) -> None:
@@ -139,12 +140,12 @@ def _strided(tensor: Borrowed) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)} with strides {list(tensor.stride)}"
 
 
-def addresses_of_blocks(rows: Sequence[Sequence[TensorLike | int | None]]) -> npt.NDArray[Any]:
+def addresses_of_blocks(rows: Sequence[Sequence[TensorLike | int | None]]) -> Numbers:
     """Whole blocks given one by one as (seq_count, max_blocks_per_seq) addresses."""
     table = np.zeros((len(rows), max(1, *map(len, rows), 1)), np.uint64)
     for i, row in enumerate(rows):
         table[i, : len(row)] = [address_of(f"block_table[{i}]", block) for block in row]
-    return table
+    return own(table)
 
 
 def address_of(name: str, block: TensorLike | int | None) -> int:

@@ -14,6 +14,7 @@ from kvx_core.cache import CacheDesc
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.facts import CacheFacts, ReorderRotary
 from kvx_core.holds import require_holds
+from kvx_core.landing import Landing
 from kvx_core.lookup import find_tokens, num_entries
 from kvx_core.migrate import copy_tokens
 from kvx_core.narrow import narrowed
@@ -22,8 +23,8 @@ from kvx_core.reorder import dims_in_order
 from kvx_core.scales import ScaleDesc
 from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import row_major
-from kvx_core.types import Axis, DType, Layout, Memory, ScaleGranularity
+from kvx_core.tensors import own, row_major
+from kvx_core.types import Axis, DType, Layout, ScaleGranularity
 from kvx_core.view import CacheSpan, CacheView
 
 PIECE_BYTES = 4 << 20  # of the F32 copy of one tensor of one end: stays in cache
@@ -167,11 +168,10 @@ class Reader(ABC):
             if zero is not None and not dtype.format.grouped:
                 zero = _like(zero, (1, n, heads, groups))
             fields["k_zeros"] = None if zero is None else (zero,)
-        here = CacheView((CacheDesc.from_kv(_dense(values, DType.F32)),), CacheFacts(), dense=True)
-        encoded = CacheDesc.from_kv(_dense(units, dtype))
-        there = CacheView((encoded,), CacheFacts(), dense=True, **fields)
+        here = _of_one_block(values, DType.F32)
+        there = replace(_of_one_block(units, dtype), **fields)
         again = np.zeros_like(values)
-        back = CacheView((CacheDesc.from_kv(_dense(again, DType.F32)),), CacheFacts(), dense=True)
+        back = _of_one_block(again, DType.F32)
         lens = SeqLens.of([n])
         copy_tokens(here.at(), there.at(), lens)
         copy_tokens(there.at(), back.at(), lens)
@@ -275,26 +275,29 @@ class _HalfReader(Reader):
         scale, zero = (self.scale if scaled else None,), (self.zero,)
         beside = self.kv == "v" and table is not None and _is_offsets(table)
         fields: dict[str, Any] = {"k_scales": scale, "k_zeros": zero}
-        target = CacheDesc.from_kv(_dense(out, dtype))
+        landing = Landing(out, cache.k)
+        target = CacheDesc.from_kv(_dense(landing, dtype))
         if beside:  # such a table finds V only beside K
             k_dtype = _by_number(cache.k.dtype)
             k_out = np.zeros((*out.shape[:2], cache.head_dim), f"u{k_dtype.itemsize}")
-            target = CacheDesc.from_kv(_dense(k_out, k_dtype), _dense(out, dtype))
+            k = _dense(Landing(k_out, cache.k), k_dtype)
+            target = CacheDesc.from_kv(k, _dense(landing, dtype))
             fields = {"v_scales": scale, "v_zeros": zero}
             if cache.k.dtype.format.affine:
-                k = self.end.reader(self.layer, "k")
-                fields |= {"k_scales": (k.scale,), "k_zeros": (k.zero,)}
+                keys = self.end.reader(self.layer, "k")
+                fields |= {"k_scales": (keys.scale,), "k_zeros": (keys.zero,)}
         chosen = [(self.layer, "kv" if beside else self.kv)]
         view, table = narrowed(self.end.span.view, table, chosen, **fields)
         span = replace(self.end.span, view=view, block_table=table)
         begins, lens = self.cut(lo, lo + len(out))
         if span.slots is None:
-            span = replace(span, starts=SeqLens.of(self.end.starts + begins))
+            span = replace(span, starts=SeqLens.of(own(self.end.starts + begins)))
         else:
             span = replace(span, slots=span.slots.part(lo, lo + len(out)))
-        copy = CacheView(layers=(target,), facts=CacheFacts()).at(slots=np.arange(len(out)))
+        copy = CacheView(layers=(target,), facts=CacheFacts()).at(slots=own(np.arange(len(out))))
         with self.end.named():
-            copy_tokens(span, copy, SeqLens.of(lens), num_heads=out.shape[1])
+            copy_tokens(span, copy, SeqLens.of(own(lens)), num_heads=out.shape[1])
+        landing.read_back()
         return self.in_order(out)
 
 
@@ -331,8 +334,11 @@ class _PlaneReader(Reader):
         span = self._alone(lo, lo + len(out), begins, scaled=scaled)
         tokens = counts * max(self.plane.tokens_per_entry, 1)
         cut = None if self.plane.replicated else out.shape[1]
+        landing = Landing(out, self.plane)
+        target = self._target(landing, dtype, counts)
         with self.end.named():
-            copy_tokens(span, self._target(out, dtype, counts), SeqLens.of(tokens), num_heads=cut)
+            copy_tokens(span, target, SeqLens.of(own(tokens)), num_heads=cut)
+        landing.read_back()
         return out
 
     def _alone(self, lo: int, hi: int, begins: npt.NDArray[np.int64], *, scaled: bool) -> CacheSpan:
@@ -363,11 +369,11 @@ class _PlaneReader(Reader):
             view=view,
             block_table=None if is_own else end.table,
             slots=None if is_own else slots,
-            starts=None if n == 0 or slots else SeqLens.of(end.starts + begins * n),
+            starts=None if n == 0 or slots else SeqLens.of(own(end.starts + begins * n)),
             head_start=0 if plane.replicated else end.span.head_start,
         )
 
-    def _target(self, out: Array, dtype: DType, counts: npt.NDArray[np.int64]) -> CacheSpan:
+    def _target(self, out: Landing, dtype: DType, counts: npt.NDArray[np.int64]) -> CacheSpan:
         """`out` as the plane of a cache whose blocks have one entry each."""
         n, num_rows = self.plane.tokens_per_entry, len(counts)
         first = counts.cumsum() - counts
@@ -379,13 +385,13 @@ class _PlaneReader(Reader):
             layer=self.plane.layer,
             tokens_per_entry=n,
             replicated=self.plane.replicated,
-            slots=SlotMapping.of(ids[:, 0].copy()) if n == 0 else None,
-            **_memory(out, dtype),
+            slots=SlotMapping.of(own(ids[:, 0].copy())) if n == 0 else None,
+            **out.fields(dtype),
         )
         if n == 0:
             return CacheView((), CacheFacts(), planes=(plane,), dense=True).at()
         view = CacheView((), CacheFacts(), planes=(plane,))
-        return view.at(block_table=ids.reshape(num_rows, len(columns)))
+        return view.at(block_table=own(ids.reshape(num_rows, len(columns))))
 
 
 def _is_offsets(table: BlockTable) -> bool:
@@ -402,21 +408,17 @@ def _like(scale: ScaleDesc, shape: tuple[int | None, ...]) -> ScaleDesc:
     extents = [extent for extent in shape if extent is not None]
     kind = ScaleGranularity.PER_GROUP if len(extents) == 4 else ScaleGranularity.PER_TOKEN_HEAD
     room = np.zeros(extents, f"u{scale.dtype.itemsize}")
-    return ScaleDesc(granularity=kind, **_memory(room, scale.dtype))
+    return ScaleDesc(granularity=kind, **Landing(room).fields(scale.dtype))
 
 
-def _dense(array: Array, dtype: DType) -> TensorDesc:
+def _dense(landing: Landing, dtype: DType) -> TensorDesc:
     """(tokens, heads, head_dim) as the K or V of a cache of one block."""
-    return TensorDesc(layout=Layout.BLOCK_NHD, **_memory(array[None], dtype))
+    fields = landing.fields(dtype)
+    shape = (1, *fields["shape"])
+    fields |= {"shape": shape, "stride": row_major(shape)}
+    return TensorDesc(layout=Layout.BLOCK_NHD, **fields)
 
 
-def _memory(array: Array, dtype: DType) -> dict[str, Any]:
-    """The fields of a Borrowed for an array whose bytes are of `dtype`."""
-    return {
-        "dtype": dtype,
-        "memory": Memory.HOST,
-        "shape": array.shape,
-        "stride": row_major(array.shape),
-        "data": array.__array_interface__["data"][0],
-        "owner": array,
-    }
+def _of_one_block(array: Array, dtype: DType) -> CacheView:
+    k = _dense(Landing(array), dtype)
+    return CacheView((CacheDesc.from_kv(k),), CacheFacts(), dense=True)

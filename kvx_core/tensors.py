@@ -223,6 +223,16 @@ def borrowed_fields(
     raise wrong(name, tensor, "a torch.Tensor, a numpy.ndarray or an object with __dlpack__")
 
 
+class Numbers(np.ndarray[Any, Any]):
+    """Integers that nobody but KVX has, as those of a list: a call may read a copy of them, made
+    where it runs (placing.py)."""
+
+
+def own(numbers: npt.NDArray[Any]) -> Numbers:
+    """The same memory, as Numbers."""
+    return numbers.view(Numbers)
+
+
 def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
     """Borrows a tensor, or makes a list of integers a new int64 array.
 
@@ -232,7 +242,7 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
         if is_tensor(numbers):
             return borrow(numbers, name=name, takes=INDICES)
         raise wrong(name, numbers, "a tensor of int32 or int64, or a list of int")
-    found = int64_array(name, numbers)
+    found = own(int64_array(name, numbers))
     return Borrowed(
         data=found.__array_interface__["data"][0],
         shape=found.shape,
@@ -302,12 +312,12 @@ def empty_like_owner(
     if isinstance(owner, np.ndarray):
         return (np.zeros if zeros else np.empty)(shape, _numpy_dtype(dtype))
     raise UnsupportedError(
-        f"the cache's memory belongs to a {type(_tensor_of(owner)).__name__}, expected a "
+        f"the cache's memory belongs to a {type(tensor_of(owner)).__name__}, expected a "
         "torch.Tensor or a numpy.ndarray to allocate beside it. Pass out=(key, value)"
     )
 
 
-def _tensor_of(owner: object) -> object:
+def tensor_of(owner: object) -> object:
     return owner.tensor if isinstance(owner, _dlpack.Exported) else owner
 
 

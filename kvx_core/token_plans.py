@@ -24,8 +24,9 @@ from kvx_core.calls import (
     write_like,
 )
 from kvx_core.lookups import Indices
-from kvx_core.memory_checks import check_host_memory, check_index_memory
+from kvx_core.memory_checks import check_host_memory
 from kvx_core.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
+from kvx_core.placing import where_read
 from kvx_core.plan import Plan, Ranges, closed_call
 from kvx_core.plan_info import PlanInfo
 from kvx_core.streams import call_stream
@@ -47,12 +48,9 @@ class _TokenPlan(Plan):
     _like: _Tokens
     _options: WriteOptions | GatherOptions
 
-    def _describe_tokens(
-        self, tokens: _Tokens, indices: Indices, lookups: _abi_plan.kvx_plan_lookups_t
-    ) -> PlanInfo:
+    def _where_read(self, tokens: _Tokens, indices: Indices) -> dict[str, Any]:
         tensors = {"cache.k": self._cache.k, "key": tokens[0]}
-        check_index_memory(indices, tensors, self._options.transfer)
-        return self._describe(lookups)
+        return where_read(indices, tensors, self._options.transfer)
 
     def _open_handle(self) -> _abi_plan.Handle:
         if self._call is closed_call:
@@ -122,7 +120,8 @@ class WritePlan(_TokenPlan):
         Raises what a call would raise. Spec: E.13
         """
         tokens, found = self._tokens(key, value), SlotMapping.of(slots)
-        return self._describe_tokens(tokens, {"slots": found}, self._lookups(tokens, found))
+        found = self._where_read(tokens, {"slots": found})["slots"]
+        return self._describe(self._lookups(tokens, found))
 
     def ranges(self, key: Any, value: Any, slots: Any) -> Ranges:
         """Lists the copies that a call with the same tensors would make: an array of RANGE.
@@ -218,8 +217,8 @@ class GatherPlan(_TokenPlan):
         """
         tokens = self._tokens(key, value)
         table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
-        indices: Indices = {"block_table": table, "seq_lens": lens}
-        return self._describe_tokens(tokens, indices, self._lookups(tokens, table, lens))
+        indices = self._where_read(tokens, {"block_table": table, "seq_lens": lens})
+        return self._describe(self._lookups(tokens, **indices))
 
     def ranges(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> Ranges:
         """Lists the copies that a call with the same tensors would make: an array of RANGE.
@@ -242,17 +241,17 @@ class GatherPlan(_TokenPlan):
         return tokens
 
     def _lookups(
-        self, tokens: _Tokens, table: BlockTable, lens: SeqLens
+        self, tokens: _Tokens, block_table: BlockTable, seq_lens: SeqLens
     ) -> _abi_plan.kvx_plan_lookups_t:
-        num_tokens, max_seq_len = gather_sizes(tokens[0], table)
+        num_tokens, max_seq_len = gather_sizes(tokens[0], block_table)
         io = _io_of(gather_like(self._cache).io, tokens, num_tokens)
         lookups = _abi_plan.lookups_of_tokens(
             io,
             max_seq_len=max_seq_len,
-            seq_lens=_abi.pointer_to(lens),
-            src=_abi_plan.kvx_end_lookup_t(block_table=_abi.pointer_to(table)),
+            seq_lens=_abi.pointer_to(seq_lens),
+            src=_abi_plan.kvx_end_lookup_t(block_table=_abi.pointer_to(block_table)),
         )
-        lookups.kept = tokens, table, lens
+        lookups.kept = tokens, block_table, seq_lens
         return lookups
 
     def _new_handle(self) -> _abi_plan.Handle:

@@ -20,7 +20,7 @@ from kvx_core.planes import Plane, role_name
 from kvx_core.readers import Array, End, Reader
 from kvx_core.reorder import reordered
 from kvx_core.tables import SeqLens
-from kvx_core.tensors import Borrowed, TensorLike
+from kvx_core.tensors import Borrowed, TensorLike, is_torch, tensor_of
 from kvx_core.types import Axis, DType, Memory
 from kvx_core.view import CacheSpan, CacheView
 from kvx_core.words import integer, wrong
@@ -95,7 +95,7 @@ def verify(
                same values, where NaN equals NaN. "codec": each value is the other one as its
                format stores it: rounded to its dtype and scale or, in units of several numbers,
                encoded with the others. A number: how far two values may be apart
-    Reads a few MiB at a time. Mutates nothing.
+    Reads a few MiB at a time, and back from a device. Mutates nothing.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     Spec: E.3, E.6
     """
@@ -192,10 +192,12 @@ def _check_pairs(src: CacheSpan, dst: CacheSpan, num_heads: int | None) -> None:
         if end.view.layers:
             tensors = {"layers[0].k": end.view.layers[0].k} | tensors
         for field, tensor in tensors.items():
-            if tensor.memory is Memory.DEVICE:
+            if tensor.memory is Memory.DEVICE and not is_torch(tensor.owner):
+                kind = type(tensor_of(tensor.owner)).__name__
                 raise UnsupportedError(
-                    f"{name}.{field}.memory is DEVICE, expected HOST, where verify compares. Copy "
-                    "the cache there first"
+                    f"{name}.{field} is on a device and belongs to a {kind}, expected a "
+                    "torch.Tensor, beside which verify can allocate. Copy the cache to the host "
+                    "first"
                 )
         held = [layer.num_kv_heads for layer in end.view.layers]
         held += [plane.extent(Axis.HEAD) for plane in end.view.planes]

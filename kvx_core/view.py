@@ -289,6 +289,7 @@ class Move(NamedTuple):
     held: tuple[_bound.Held, _bound.Held]
     transfer: Transfer
     leaves_out: bool  # tokens may have no place at one end: see left_out.py
+    moved: dict[str, Any]  # tables, slots and starts of lists that it reads on a device: placing.py
 
 
 class Moves(dict[tuple[Any, ...], tuple["ref[CacheSpan]", Move]]):

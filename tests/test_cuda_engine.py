@@ -1,4 +1,5 @@
-"""Whole ways on a device: a model's cache to a paged one, to files, to a store, and back.
+"""Whole ways on a device: a model's cache to a paged one, to files, to a store, and back; lists of
+numbers, stores in formats, packed caches, torch's operators.
 
 Each test also runs on the CPU, so that a machine without a GPU shows whether the test is right.
 """
@@ -12,20 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvx_core.torch_ops  # noqa: F401  torch.ops.kvx
 from kvx_core import (
     CacheDesc,
     CacheView,
     Directory,
+    KvCacheStore,
     Layout,
     PackedKVCache,
+    Plan,
     Precision,
     PrefixStore,
     Section,
     Snapshot,
     describe,
     device_status,
+    gather_kv,
     migrate,
     verify,
+    write_kv,
 )
 from tests.calls import BACKENDS
 from tests.facts import SAME_MODEL
@@ -195,3 +201,102 @@ def test_a_packed_cache_grows_as_a_concatenation_does(device: str, seed: int) ->
         values.append(v)
     assert torch.equal(cache.packed_keys(), torch.cat(keys, 1))
     assert torch.equal(cache.packed_values(), torch.cat(values, 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_may_be_lists(device: str, seed: int) -> None:
+    """Tables, slots, starts and lengths as lists; on a stream that is not torch's, too."""
+    torch.manual_seed(seed)
+    (src, pages), (dst, others) = paged(device, 7, 4), paged(device, 5, 6)
+    src.copy_(torch.randn(src.shape))
+    table, into = torch.randperm(7)[:4].view(2, 2), torch.randperm(5)[:4].view(2, 2)
+    ends = pages.at(table.tolist(), starts=[1, 0]), others.at(into.tolist(), starts=[0, 2])
+    stream = _new_stream() if device == "cuda" else None
+    if device == "cuda":
+        torch.cuda.synchronize()
+    for which in (None, stream):
+        dst.fill_(77)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert migrate(*ends, [6, 3], stream=which, new_positions=True)
+        if device == "cuda":
+            device_status(which)
+        for kv in range(2):
+            for row, (first, to, count) in enumerate(((1, 0, 6), (0, 2, 3))):
+                want = rows(src, table[row].to(device), 8)[:, kv, first : first + count]
+                got = rows(dst, into[row].to(device), 12)[:, kv, to : to + count]
+                assert torch.equal(got, want)
+        assert int((dst != 77).sum()) <= 9 * LAYERS * 2 * HEADS * DIM
+    with Plan.migrate(*ends, [6, 3], new_positions=True) as plan:
+        dst.fill_(77)
+        plan.run([3, 1], dst_block_table=into.tolist())
+        want = rows(src, table[0].to(device), 8)[:, :, 1:4]
+        assert torch.equal(rows(dst, into[0].to(device), 12)[:, :, :3], want)
+    key, value = torch.randn(2, 3, HEADS, DIM, device=device)
+    write_kv(pages.layers[1], key, value, [5, -1, 9])
+    assert torch.equal(src[1, 0].flatten(0, 1)[[5, 9]], key[[0, 2]])
+    gathered = gather_kv(pages.layers[1], [[2, 1]], [7])
+    assert torch.equal(gathered[1][0], rows(src, torch.tensor([2, 1], device=device), 7)[1, 1])
+
+
+def _new_stream() -> int:
+    stream: int = torch.cuda.Stream().cuda_stream  # type: ignore[no-untyped-call]
+    return stream
+
+
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_0", "F8_E4M3", "BF16"])
+def test_a_store_in_formats_holds_what_the_cpu_holds(device: str, encoding: str) -> None:
+    torch.manual_seed(4)
+    tokens, query = torch.randn(2, 41, HEADS, 64), torch.randn(2 * HEADS, 64)
+
+    def store(device: str) -> KvCacheStore:
+        made = KvCacheStore(
+            1, HEADS, 64, 50, key_encoding=encoding, value_encoding="Q8_0", placement=device
+        )
+        made.append(0, tokens[0, :40].to(device), tokens[1, :40].to(device))
+        made.append_token(0, tokens[0, 40].to(device), tokens[1, 40].to(device))
+        return made
+
+    one, other = store(device), store("cpu")
+    for kind in ("read_key_storage", "read_value_storage"):
+        assert torch.equal(getattr(one, kind)(0).data.cpu(), getattr(other, kind)(0).data)
+    assert torch.equal(one.read_keys(0, 3, 39).cpu(), other.read_keys(0, 3, 39))
+    mixed = one.attend(0, query.to(device)).cpu()
+    torch.testing.assert_close(mixed, other.attend(0, query), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_packed_model_says_the_same(device: str) -> None:
+    pytest.importorskip("transformers")
+    from kvx_adapters import transformers as hf
+    from tests.adapters.test_transformers import make_model
+
+    model = make_model(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
+    model = model.to(device)
+    prompt = torch.arange(3, 44, device=device)[None] % 97
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    with_packed = hf.use_packed(model)
+    found = model.generate(prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    with_packed.remove()
+    layer = found.past_key_values.layers[0]
+    assert layer.kv_cache.seq_len == prompt.shape[1] + 11
+    assert torch.equal(found.sequences, expected)
+
+
+@torch.inference_mode()
+def test_operators_are_compiled(device: str) -> None:
+    """torch.ops.kvx in one graph of torch.compile, and what it writes."""
+    storage, _ = paged(device, 5, 4)
+    key, value = torch.randn(2, 6, HEADS, DIM, device=device)
+    slots = torch.tensor([3, 19, -1, 0, 8, 11], device=device)
+    expected = storage.clone()
+    for half, new in zip(expected[0], (key, value), strict=True):
+        half.flatten(0, 1)[slots[slots >= 0]] = new[slots >= 0]
+
+    def step(k: Tensor, v: Tensor) -> Tensor:
+        torch.ops.kvx.write_kv(k + 0, v + 0, storage[0, 0], storage[0, 1], slots, "BLOCK_NHD")
+        return storage[0].sum()
+
+    total = torch.compile(step, fullgraph=True, backend="aot_eager")(key, value)
+    assert torch.equal(storage, expected)
+    assert torch.equal(total, expected[0].sum())

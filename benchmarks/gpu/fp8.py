@@ -32,7 +32,8 @@ def describe_scales(scales: Tensor, place: Place) -> tuple[ScaleDesc, ScaleDesc]
 
 def found_scales(values: Tensor) -> Tensor:
     """One per row, (..., 1): its largest number becomes the largest of E4M3."""
-    return values.float().abs().amax(-1, keepdim=True) / _MAX
+    largest = values.float().abs().amax(-1, keepdim=True)
+    return largest / torch.full_like(largest, _MAX)
 
 
 def encode(values: Tensor, scale: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ _CHUNK = 256
 
 def _lmcache(place: Place) -> Migrator:
     native: Any = importlib.import_module("lmcache.lmcache_native")
-    transfer = importlib.import_module("lmcache.device_ops").multi_layer_block_kv_transfer
+    transfer = importlib.import_module("lmcache").device_ops.multi_layer_block_kv_transfer
     formats, direction = native.EngineKVFormat, native.TransferDirection
 
     def page_shape(cache: Cache) -> Any:

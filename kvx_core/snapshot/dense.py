@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from kvx_core.facts import CacheFacts
 from kvx_core.planes import Plane
 from kvx_core.scales import ScaleDesc
 from kvx_core.snapshot.contents import NOTHING, SCALE_KINDS, Stored, scale_name
-from kvx_core.snapshot.memory import Bytes
+from kvx_core.snapshot.memory import Bytes, host_memory
 from kvx_core.snapshot.planes import dense_view
 from kvx_core.snapshot.scales import scales_of
 from kvx_core.tensor_desc import TensorDesc
@@ -40,6 +41,20 @@ class Dense:
     tensors: dict[str, Stored]
     memory: Bytes
     views: Views | None = None
+
+    def reachable_from(self, device: Any) -> Dense:
+        """The same in memory that a torch device can reach: itself, or a pinned copy.
+
+        device: None: the host
+        Raises StoreError if there is not enough memory.
+        """
+        if device is None or device.type != "cuda":
+            return self
+        if sys.modules["torch"].from_numpy(self.memory).is_pinned():
+            return self
+        pinned = host_memory(len(self.memory), pinned=True)
+        pinned[:] = self.memory
+        return Dense(self.tensors, pinned)
 
     def bytes_of(self, name: str) -> Bytes:
         """The bytes of a tensor."""

@@ -386,8 +386,9 @@ class Snapshot:
         if len(shared) > 1:
             check_places(section.of([*chain(*shared.values())]), start, stop)
         tokens, begin = (start, stop), self.header.start
+        dense = self._dense.reachable_from(device_of([section]))
         return sum(
-            restore_layers(section.of(layers), self._dense, heads, tokens, begin, stream)
+            restore_layers(section.of(layers), dense, heads, tokens, begin, stream)
             for heads, layers in shared.items()
         )
 

@@ -80,6 +80,41 @@ for n in ([7, 2], [1, 8], [0, 0]):
     assert torch.equal(to_host, to_dev)
     copy_tokens(from_dev, at_dev, found, stream=0)
     assert torch.equal(to_host, to_dev)
+# Lists are nobody's memory: KVX puts them where the call reads them.
+lists = table.tolist(), into.tolist()
+by_list = (
+    CacheView((dev,), facts).at(lists[0], starts=[0, 0]),
+    CacheView(at_dev.view.layers, facts).at(lists[1]),
+)
+for kv in (on_host, on_dev):
+    kv.add_(1)
+assert migrate(source, target, [6, 3]) == migrate(*by_list, [6, 3])
+assert torch.equal(to_host, to_dev)
+assert verify(*by_list, [6, 3]) == verify(source, target, [6, 3])
+to_dev[:, 3, 0, 0] += 1
+found = verify(*by_list, [6, 3]).difference
+assert (found.sequence, found.token) == (1, 0), found
+for kv in (on_host, on_dev):
+    kv.add_(1)
+with Plan.migrate(*by_list, [4, 4], same_model=True) as plan:
+    plan.run()
+    plan.run([7, 1])
+    plan.run([1, 7], src_block_table=lists[0])
+migrate(source, target, [7, 7], same_model=True)
+assert torch.equal(to_host, to_dev)
+write_kv(host, key, value, slots)
+write_kv(dev, *tokens[:2], slots.tolist())
+assert torch.equal(on_host, on_dev)
+some = [7, 2, -1, 4, 5, 6]
+WriteLayersPlan([dev])([tokens[0]], [tokens[1]], some)
+WriteLayersPlan([host])([key], [value], some)
+assert torch.equal(on_host, on_dev)
+gather_kv(host, table, lens, out=tuple(out))
+got.zero_()
+gather_kv(dev, lists[0], [7, 2], out=descs)
+assert torch.equal(out, got)
+device_status(0)
+
 try:
     migrate(from_dev, at_dev, torch.tensor([1, 1]))
 except InvalidArgumentError as error:

@@ -600,7 +600,7 @@ def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
                 [1],
             ),
             UnsupportedError,
-            "src.layers[0].k.memory is DEVICE, expected HOST, where verify compares. Copy ",
+            "src.layers[0].k is on a device and belongs to a Producer, expected a torch.Tensor",
         ),
     ],
 )

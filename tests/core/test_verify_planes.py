@@ -386,6 +386,7 @@ def test_planes_on_a_device_are_refused() -> None:
     view = CacheView((), SAME_MODEL, planes=(there,), dense=True)
     assert there.memory is Memory.DEVICE
     with pytest.raises(
-        UnsupportedError, match=r"^src\.planes\[0\]\.memory is DEVICE, expected HOST"
+        UnsupportedError,
+        match=r"^src\.planes\[0\] is on a device and belongs to a Producer, expected",
     ):
         verify(view, view, [1])
