@@ -101,7 +101,7 @@ def test_a_model_goes_on_with_what_a_paged_cache_has_kept(device: str, tmp_path:
     assert (storage.flatten(2, 3)[:, :, _others(blocks, 8, known, 72)] == 77).all()
 
     section = Section(tuple(range(LAYERS)), pages, pages.table_of(blocks[None]))
-    Snapshot.capture(prompt[0, :known].cpu(), [section]).save(tmp_path / "prompt")
+    Snapshot.capture(prompt[0, :known], [section]).save(tmp_path / "prompt")
     again = transformers.DynamicCache(config=model.config)
     hf.reserve(again, model, batch_size=1, num_tokens=known)
     view = hf.cache_view(again, FACTS)

@@ -28,14 +28,19 @@ from kvx_core.snapshot.scales import scale_shape, scales_of
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.tables import BlockTable, SeqLens
-from kvx_core.tensors import int64_array
+from kvx_core.tensors import int64_array, is_torch
 from kvx_core.types import Axis, DType
 from kvx_core.view import CacheView
 from kvx_core.words import wrong
 
 
 def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Token ids as an array. Raises InvalidArgumentError if they are no integers."""
+    """Token ids as an array; those of a torch tensor are read back from its device.
+
+    Raises InvalidArgumentError if they are no integers.
+    """
+    if is_torch(tokens) and not (tokens.is_floating_point() or tokens.is_complex()):
+        tokens = tokens.cpu().numpy()  # at once: one by one, a device would be waited for each time
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidArgumentError(

@@ -63,6 +63,11 @@ def stored_config(
         raise InvalidArgumentError(
             f"chunk_tokens is {chunk_tokens}, expected at most {MOST_CHUNK_TOKENS}"
         )
+    if requested is None and otherwise < MIN_CHUNK_TOKENS:
+        raise InvalidArgumentError(
+            f"new_chunk_tokens is {otherwise}, expected at least {MIN_CHUNK_TOKENS}. Ask for fewer "
+            "by chunk_tokens, wherever the store is opened"
+        )
     config = read_config(blobs, secrets, waits=waits)
     if config is None:
         wanted: dict[str, object] = {"format": FORMAT, "chunk_tokens": chunk_tokens}

@@ -102,7 +102,7 @@ class PrefixStore:
         total_kv_heads: of the model, in every layer; or of each layer, 0: it has states alone
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
                       V); or that of each layer
-        chunk_tokens: None: as the store has it, new_chunk_tokens for a new one
+        chunk_tokens: None: as the store has it, new_chunk_tokens, at least 16, for a new one
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
         key:          at least 32 bytes: signs files, and only files signed with it are found; of

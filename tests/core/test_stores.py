@@ -871,6 +871,9 @@ def test_the_store_says_how_it_is_cut(tmp_path: Path) -> None:
     new = tmp_path / "new"
     assert store_in(new, chunk_tokens=None, new_chunk_tokens=32).chunk_tokens == 32
     assert store_in(new, chunk_tokens=None, new_chunk_tokens=64).chunk_tokens == 32
+    with pytest.raises(InvalidArgumentError, match="new_chunk_tokens is 15, expected at least 16"):
+        store_in(tmp_path / "few", chunk_tokens=None, new_chunk_tokens=15)
+    assert not list(tmp_path.glob("few/*"))
 
 
 @pytest.mark.parametrize(
