@@ -1,0 +1,87 @@
+// Kernels that start while the one before them on the stream ends: a launch costs more than a small
+// kernel takes. Such a kernel reads its parameters and computes addresses, then waits until all
+// before it has ended and what that wrote can be read. From sm_90 on, in captures too.
+// Source: CUDA C++ Programming Guide 13.0, Programmatic Dependent Launch and Synchronization
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "cuda/platform.h"
+
+#if !defined(KVX_DEPENDENT_LAUNCHES)
+#define KVX_DEPENDENT_LAUNCHES 1
+#endif
+
+namespace kvx::cuda {
+
+constexpr bool kDependentLaunches = KVX_DEPENDENT_LAUNCHES;
+
+// Every thread calls it before it reads or writes global memory, and one thread of a kernel at
+// least does: who waits for this kernel waits for those before it, too. The addresses are those of
+// its first loads, and not NULL; the test for it has them found before the thread waits.
+__device__ __forceinline__ void wait_for_kernels_before(const uint8_t *&one,
+                                                        const uint8_t *&other) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kDependentLaunches) {
+    asm volatile(
+        "{ .reg .pred none; setp.eq.u64 none, %0, 0; setp.eq.or.u64 none, %1, 0, none; "
+        "@none exit; griddepcontrol.wait; }"
+        : "+l"(one), "+l"(other)::"memory");
+  }
+#endif
+}
+
+// Lets the next kernel start, which waits as this one has or, launched as usual, for its end.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kDependentLaunches) asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+#if defined(__CUDACC__)
+
+// Whether the kernel's code on the current device waits: code for older devices that the driver has
+// translated does not. Asked once for each device and kernel.
+template <class P, void (*kKernel)(P)>
+bool can_start_early() {
+  constexpr int kDevices = 64;
+  enum : uint8_t { kUnknown, kNo, kYes };
+  static std::atomic<uint8_t> known[kDevices];
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  uint8_t found = known[device].load(std::memory_order_relaxed);
+  if (found == kUnknown) {
+    cudaFuncAttributes attributes{};
+    const bool asked = cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess;
+    found = asked && attributes.ptxVersion >= 90 ? kYes : kNo;
+    known[device].store(found, std::memory_order_relaxed);
+  }
+  return found == kYes;
+}
+
+// Launches a kernel that waits. Errors are cudaGetLastError's.
+template <class P, void (*kKernel)(P)>
+void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &params) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = kDependentLaunches && can_start_early<P, kKernel>();
+  cudaLaunchKernelEx(&config, kKernel, params);
+}
+
+#else
+
+template <class P, void (*kKernel)(P)>
+void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &params) {
+  KVX_LAUNCH(kKernel, grid, block, 0, stream, params);
+}
+
+#endif
+
+}  // namespace kvx::cuda
