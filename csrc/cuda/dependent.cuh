@@ -43,7 +43,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // Whether the kernel's code on the current device waits: code for older devices that the driver has
 // translated does not. Asked once for each device and kernel.
-template <class P, void (*kKernel)(P)>
+template <auto kKernel>
 bool can_start_early() {
   constexpr int kDevices = 64;
   enum : uint8_t { kUnknown, kNo, kYes };
@@ -60,8 +60,7 @@ bool can_start_early() {
   return found == kYes;
 }
 
-// Launches a kernel that waits. Errors are cudaGetLastError's.
-template <class P, void (*kKernel)(P)>
+template <auto kKernel, class P>
 void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -71,17 +70,18 @@ void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &param
   config.blockDim = block;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = kDependentLaunches && can_start_early<P, kKernel>();
+  config.numAttrs = kDependentLaunches && can_start_early<kKernel>();
   cudaLaunchKernelEx(&config, kKernel, params);
 }
-
-#else
-
-template <class P, void (*kKernel)(P)>
-void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &params) {
-  KVX_LAUNCH(kKernel, grid, block, 0, stream, params);
-}
-
 #endif
 
 }  // namespace kvx::cuda
+
+// KVX_LAUNCH of a kernel that waits.
+#if defined(__CUDACC__)
+#define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, params) \
+  ::kvx::cuda::launch_dependent<kernel>(grid, block, stream, params)
+#else
+#define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, params) \
+  KVX_LAUNCH(kernel, grid, block, 0, stream, params)
+#endif

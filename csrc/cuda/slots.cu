@@ -147,9 +147,11 @@ template <class V, class Slot>
 void launch_layer(const Layer &layer, uint32_t num_pairs, cudaStream_t stream) {
   const uint32_t lanes = layer.tokens << layer.log2_lanes;
   const dim3 grid((lanes - 1) / kLayerThreads + 1, (layer.per_token - 1) / kLayerThreads + 1);
-  constexpr auto kOne = layer_kernel<V, Slot, 1>, kTwo = layer_kernel<V, Slot, 2>;
-  num_pairs == 1 ? launch_dependent<Layer, kOne>(grid, kLayerThreads, stream, layer)
-                 : launch_dependent<Layer, kTwo>(grid, kLayerThreads, stream, layer);
+  if (num_pairs == 1) {
+    KVX_LAUNCH_DEPENDENT((layer_kernel<V, Slot, 1>), grid, kLayerThreads, stream, layer);
+  } else {
+    KVX_LAUNCH_DEPENDENT((layer_kernel<V, Slot, 2>), grid, kLayerThreads, stream, layer);
+  }
 }
 
 }  // namespace
