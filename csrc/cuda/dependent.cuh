@@ -18,8 +18,15 @@ namespace kvx::cuda {
 constexpr bool kDependentLaunches = KVX_DEPENDENT_LAUNCHES;
 
 // Every thread calls it before it reads or writes global memory, and one thread of a kernel at
-// least does: who waits for this kernel waits for those before it, too. The addresses are those of
-// its first loads, and not NULL; the test for it has them found before the thread waits.
+// least does: who waits for this kernel waits for those before it, too.
+__device__ __forceinline__ void wait_for_kernels_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kDependentLaunches) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same with the addresses of the first loads, which are not NULL: a test for it has the
+// compiler find them before the thread waits.
 __device__ __forceinline__ void wait_for_kernels_before(const uint8_t *&one,
                                                         const uint8_t *&other) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -60,8 +67,8 @@ bool can_start_early() {
   return found == kYes;
 }
 
-template <auto kKernel, class P>
-void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &params) {
+template <auto kKernel, class... P>
+void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &...params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -71,7 +78,7 @@ void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &param
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = kDependentLaunches && can_start_early<kKernel>();
-  cudaLaunchKernelEx(&config, kKernel, params);
+  cudaLaunchKernelEx(&config, kKernel, params...);
 }
 #endif
 
@@ -79,9 +86,9 @@ void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &param
 
 // KVX_LAUNCH of a kernel that waits.
 #if defined(__CUDACC__)
-#define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, params) \
-  ::kvx::cuda::launch_dependent<kernel>(grid, block, stream, params)
+#define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, ...) \
+  ::kvx::cuda::launch_dependent<kernel>(grid, block, stream, __VA_ARGS__)
 #else
-#define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, params) \
-  KVX_LAUNCH(kernel, grid, block, 0, stream, params)
+#define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, ...) \
+  KVX_LAUNCH(kernel, grid, block, 0, stream, __VA_ARGS__)
 #endif
