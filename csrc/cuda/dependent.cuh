@@ -48,10 +48,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 #if defined(__CUDACC__)
 
-// Whether the kernel's code on the current device waits: code for older devices that the driver has
-// translated does not. Asked once for each device and kernel.
-template <auto kKernel>
-bool can_start_early() {
+// Whether the code of kernels waits on the current device: code for older devices that the driver
+// has translated does not. All kernels are compiled for the same devices, so one is asked, once.
+inline bool can_start_early(const void *kernel) {
   constexpr int kDevices = 64;
   enum : uint8_t { kUnknown, kNo, kYes };
   static std::atomic<uint8_t> known[kDevices];
@@ -60,15 +59,16 @@ bool can_start_early() {
   uint8_t found = known[device].load(std::memory_order_relaxed);
   if (found == kUnknown) {
     cudaFuncAttributes attributes{};
-    const bool asked = cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess;
+    const bool asked = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+    if (!asked) cudaGetLastError();  // clear the error, or the launch seems to have failed
     found = asked && attributes.ptxVersion >= 90 ? kYes : kNo;
     known[device].store(found, std::memory_order_relaxed);
   }
   return found == kYes;
 }
 
-template <auto kKernel, class... P>
-void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &...params) {
+inline void launch_dependent(const void *kernel, dim3 grid, dim3 block, cudaStream_t stream,
+                             void **params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -77,8 +77,15 @@ void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &...pa
   config.blockDim = block;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = kDependentLaunches && can_start_early<kKernel>();
-  cudaLaunchKernelEx(&config, kKernel, params...);
+  config.numAttrs = kDependentLaunches && can_start_early(kernel);
+  cudaLaunchKernelExC(&config, kernel, params);
+}
+
+template <class... P>
+void launch_dependent(void (*kernel)(P...), dim3 grid, dim3 block, cudaStream_t stream,
+                      P... params) {
+  void *addresses[] = {&params...};
+  launch_dependent(reinterpret_cast<const void *>(kernel), grid, block, stream, addresses);
 }
 #endif
 
@@ -87,7 +94,7 @@ void launch_dependent(dim3 grid, dim3 block, cudaStream_t stream, const P &...pa
 // KVX_LAUNCH of a kernel that waits.
 #if defined(__CUDACC__)
 #define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, ...) \
-  ::kvx::cuda::launch_dependent<kernel>(grid, block, stream, __VA_ARGS__)
+  ::kvx::cuda::launch_dependent(kernel, grid, block, stream, __VA_ARGS__)
 #else
 #define KVX_LAUNCH_DEPENDENT(kernel, grid, block, stream, ...) \
   KVX_LAUNCH(kernel, grid, block, 0, stream, __VA_ARGS__)

@@ -160,11 +160,12 @@ template <class P>
 void launch_slots(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
   with_vector(choice.unit_bytes, [&](auto vector) {
     using V = decltype(vector);
-    if (is_layer(params)) {
-      const bool is_wide = params.lookups[params.lookup[0]].dst.indices.wide;
-      return (is_wide ? launch_layer<V, int64_t>
-                      : launch_layer<V, int32_t>)(layer_of(params, sizeof(V)), params.num_pairs,
-                                                  stream);
+    if constexpr (sizeof(V) >= 4) {  // heads of any model
+      if (is_layer(params)) {
+        const bool is_wide = params.lookups[params.lookup[0]].dst.indices.wide;
+        const auto launch = is_wide ? launch_layer<V, int64_t> : launch_layer<V, int32_t>;
+        return launch(layer_of(params, sizeof(V)), params.num_pairs, stream);
+      }
     }
     KVX_LAUNCH((slots_kernel<V, P>), grid, kThreads, 0, stream, params);
   });
