@@ -93,6 +93,37 @@ def test_write_replayed_with_other_tokens_and_slots(stream: torch.cuda.Stream) -
         assert torch.equal(storage, expected)
 
 
+@pytest.mark.parametrize("count", [1, 6, 500])
+def test_writes_wait_for_what_comes_before_and_are_waited_for(
+    count: int, stream: torch.cuda.Stream
+) -> None:
+    """Kernels that start while the one before them ends: they read what torch has just written,
+    torch reads what they have, and of two writes of a slot the second remains."""
+    steps = 100  # numbers that bfloat16 has
+    storage = random(1, 128, SIZE, HEADS, 2 * DIM)
+    tokens, others = random(2, count, HEADS, DIM), random(2, count, HEADS, DIM)
+    slots = permuted(128 * SIZE, count)
+    rows, seen = storage.view(-1, HEADS, 2 * DIM), random(steps, count, HEADS, 2 * DIM)
+    (cache,) = described(storage)
+
+    def chain() -> None:
+        tokens.zero_()
+        for step in range(steps):
+            tokens.add_(1)
+            write_kv(cache, others[0], others[1], slots)
+            write_kv(cache, tokens[0], tokens[1], slots)
+            torch.index_select(rows, 0, slots, out=seen[step])
+
+    expected = torch.arange(1.0, steps + 1, device="cuda").bfloat16().view(-1, 1, 1, 1)
+    chain()
+    assert (seen == expected).all()
+    graph = capture(chain, stream)
+    for _ in range(3):
+        seen.zero_()
+        graph.replay()
+        assert (seen == expected).all()
+
+
 def test_write_layers_replayed_with_other_tokens_and_slots(stream: torch.cuda.Stream) -> None:
     storage, tokens = (
         random(LAYERS, BLOCKS, SIZE, HEADS, 2 * DIM),

@@ -166,6 +166,20 @@ def test_write_converts(
         check_write(backend, cache, key_value(cache.layers[-1], 13, io_dtype, 3), slots)
 
 
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 24), (5, 264), (8, 128), (3, 2)])
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "mla"])
+def test_write_tokens_narrower_and_wider_than_a_block_of_threads(
+    backend: Backend, layout: str, heads: int, dim: int, index_dtype: torch.dtype, count: int
+) -> None:
+    """3 to 165 vectors of 16 bytes, or vectors of 4."""
+    sizes = Geometry(num_blocks=4, block_size=3, num_kv_heads=heads, head_dim=dim)
+    cache = LAYOUTS[layout](sizes, torch.bfloat16, 1)
+    slots = tables.slots(cache, count, seed=2, dtype=index_dtype)
+    check_write(backend, cache, key_value(cache.layers[-1], count, torch.bfloat16, 3), slots)
+
+
 def test_write_k_and_v_of_different_dtypes(backend: Backend) -> None:
     cache = mixed(Geometry(), torch.bfloat16, seed=1, v_dtype=torch.float8_e5m2)
     slots = tables.slots(cache, 9, seed=2)

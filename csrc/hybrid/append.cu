@@ -92,18 +92,22 @@ __device__ __forceinline__ int64_t place_of(const kvx_hybrid_append_t &a, uint32
 template <bool kOneEach, uint32_t kNumbers>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     append_swa_kernel(const __grid_constant__ kvx_hybrid_append_t a) {
+  begin_dependent();
   const uint32_t i = blockIdx.x;
+  const uint64_t dim = uint64_t{a.nope_dim} + a.rope_dim;
   const int32_t slot = a.slots[i];
+  const Row<Bf16, kNumbers> row(static_cast<const uint16_t *>(a.x) + i * dim, a.nope_dim,
+                                a.rope_dim);
+  const int64_t position = position_of(a.positions, a.position_bytes, i);
   if (!is_slot(slot, a.num_slots)) return;
   const int64_t place = place_of<kOneEach>(a, i, slot);
   if (place < 0) return;
-  const uint64_t dim = uint64_t{a.nope_dim} + a.rope_dim;
-  quantize_row<Bf16, kNumbers>(
-      a.fp8 + place * a.nope_dim, static_cast<uint16_t *>(a.rope) + place * a.rope_dim,
-      a.inv_scale ? a.inv_scale + place : nullptr, static_cast<const uint16_t *>(a.x) + i * dim,
-      a.nope_dim, a.rope_dim, largest_of_warps());
-  if (threadIdx.x == 0)
-    a.pos[place] = static_cast<int32_t>(position_of(a.positions, a.position_bytes, i));
+  const float scale = a.inv_scale ? row.scale(largest_of_warps()) : 1.0f;
+  row.store(a.fp8 + place * a.nope_dim, static_cast<uint16_t *>(a.rope) + place * a.rope_dim,
+            scale);
+  if (threadIdx.x) return;
+  if (a.inv_scale) a.inv_scale[place] = scale;
+  a.pos[place] = static_cast<int32_t>(position);
 }
 
 // The rings' heads after a call in which slots have several tokens.
@@ -156,9 +160,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 template <bool kOneEach>
 void launch_append(const kvx_hybrid_append_t &a, cudaStream_t stream) {
   if (takes_four(a.x, KVX_DTYPE_BF16, a.fp8, a.nope_dim, a.rope_dim)) {
-    KVX_LAUNCH((append_swa_kernel<kOneEach, 4>), dim3(a.num_tokens), dim3(kThreads), 0, stream, a);
+    KVX_LAUNCH_DEPENDENT((append_swa_kernel<kOneEach, 4>), dim3(a.num_tokens), dim3(kThreads),
+                         stream, a);
   } else {
-    KVX_LAUNCH((append_swa_kernel<kOneEach, 1>), dim3(a.num_tokens), dim3(kThreads), 0, stream, a);
+    KVX_LAUNCH_DEPENDENT((append_swa_kernel<kOneEach, 1>), dim3(a.num_tokens), dim3(kThreads),
+                         stream, a);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/codec.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/platform.h"
 #include "cuda/runtime.h"
 #include "cuda/vector.h"
@@ -31,6 +32,12 @@ __device__ __forceinline__ int32_t largest_of_block(int32_t most, OfWarps &of_wa
   return most;
 }
 
+// What a kernel begins with that is launched as a dependent one.
+__device__ __forceinline__ void begin_dependent() {
+  cuda::let_next_kernel_start();
+  cuda::wait_for_kernels_before();
+}
+
 // Numbers of one row that a thread takes at a time: 4 if all rows are aligned for it.
 template <class Format, uint32_t kNumbers>
 struct Some {
@@ -55,37 +62,63 @@ __device__ __forceinline__ void store_e4m3(uint8_t *to, const float (&values)[1]
   *cuda::global(to) = E4m3::encode(values[0]);
 }
 
-// The row's first `nope_dim` numbers as E4M3, the others as BF16; thread 0 stores the inverse
-// scale, which is 1 if inv_scale is null.
+// A row of `nope_dim` numbers and `rope_dim` others. What a thread takes first of both is in
+// registers, so that it is on its way before the row's place is known.
 template <class Format, uint32_t kNumbers>
-__device__ __forceinline__ void quantize_row(uint8_t *fp8, uint16_t *rope, float *inv_scale,
-                                             const typename Format::Bits *row, uint32_t nope_dim,
-                                             uint32_t rope_dim, OfWarps &of_warps) {
-  using Numbers = Some<Format, kNumbers>;
-  float scale = 1.0f;
-  if (inv_scale) {
+class Row {
+ public:
+  using Bits = typename Format::Bits;
+
+  __device__ __forceinline__ Row(const Bits *row, uint32_t nope_dim, uint32_t rope_dim)
+      : row_(row), nope_dim_(nope_dim), rope_dim_(rope_dim) {
+    if (threadIdx.x * kNumbers < nope_dim)
+      Some<Format, kNumbers>::load(row + threadIdx.x * kNumbers, first_);
+    if (threadIdx.x < rope_dim) rope_ = row[nope_dim + threadIdx.x];
+  }
+
+  // For all threads of a block.
+  __device__ __forceinline__ float scale(OfWarps &of_warps) const {
     int32_t most = 0;
-    for (uint32_t d = threadIdx.x * kNumbers; d < nope_dim; d += kThreads * kNumbers) {
-      float values[kNumbers];
-      Numbers::load(row + d, values);
+    each([&](uint32_t, const float (&values)[kNumbers]) {
 #pragma unroll
       for (uint32_t i = 0; i < kNumbers; ++i) most = largest_magnitude(most, values[i]);
-    }
-    scale = inverse_scale(largest_of_block(most, of_warps));
+    });
+    return inverse_scale(largest_of_block(most, of_warps));
   }
-  for (uint32_t d = threadIdx.x * kNumbers; d < nope_dim; d += kThreads * kNumbers) {
-    float values[kNumbers];
-    Numbers::load(row + d, values);
+
+  // The first numbers as E4M3, the others as BF16.
+  __device__ __forceinline__ void store(uint8_t *fp8, uint16_t *rope, float scale) const {
+    each([&](uint32_t d, const float (&values)[kNumbers]) {
+      float scaled[kNumbers];
 #pragma unroll
-    for (uint32_t i = 0; i < kNumbers; ++i) values[i] = values[i] / scale;
-    store_e4m3(fp8 + d, values);
+      for (uint32_t i = 0; i < kNumbers; ++i) scaled[i] = values[i] / scale;
+      store_e4m3(fp8 + d, scaled);
+    });
+    if (threadIdx.x < rope_dim_) rope[threadIdx.x] = bf16_of(rope_);
+    for (uint32_t d = threadIdx.x + kThreads; d < rope_dim_; d += kThreads)
+      rope[d] = bf16_of(row_[nope_dim_ + d]);
   }
-  for (uint32_t d = threadIdx.x; d < rope_dim; d += kThreads) {
-    const auto bits = row[nope_dim + d];
-    rope[d] = sizeof bits == 2 ? static_cast<uint16_t>(bits) : Bf16::encode(Format::decode(bits));
+
+ private:
+  static __device__ __forceinline__ uint16_t bf16_of(Bits bits) {
+    return sizeof bits == 2 ? static_cast<uint16_t>(bits) : Bf16::encode(Format::decode(bits));
   }
-  if (inv_scale && threadIdx.x == 0) *inv_scale = scale;
-}
+  template <class Visit>
+  __device__ __forceinline__ void each(const Visit &visit) const {
+    uint32_t d = threadIdx.x * kNumbers;
+    if (d < nope_dim_) visit(d, first_);
+    for (d += kThreads * kNumbers; d < nope_dim_; d += kThreads * kNumbers) {
+      float values[kNumbers];
+      Some<Format, kNumbers>::load(row_ + d, values);
+      visit(d, values);
+    }
+  }
+
+  const Bits *row_;
+  uint32_t nope_dim_, rope_dim_;
+  float first_[kNumbers] = {};
+  Bits rope_{};
+};
 
 // Whether rows of these dims can be read and written four numbers at a time.
 inline bool takes_four(const void *rows, kvx_dtype_t dtype, const void *fp8, uint32_t nope_dim,

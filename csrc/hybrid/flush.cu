@@ -1,8 +1,12 @@
 // Entries into blocks, and tails after a flush: a block of threads per row.
+#include <algorithm>
+
 #include "hybrid/blocks.cuh"
 
 namespace kvx::hybrid {
 namespace {
+
+constexpr uint32_t kMostParts = 64;  // blocks of threads that share a row's tail
 
 // Not within the templates: there g++ puts a static array into no section (tests/hostgrid).
 __device__ __forceinline__ OfWarps &largest_of_warps() {
@@ -55,14 +59,16 @@ __device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, uint6
 
 template <class Format, uint32_t kNumbers, bool kKeys>
 __device__ __forceinline__ void write_entry(const kvx_hybrid_flush_t &f) {
+  begin_dependent();
   const uint64_t dim = uint64_t{f.nope_dim} + f.rope_dim, row = blockIdx.x;
+  const Row<Format, kNumbers> numbers(
+      static_cast<const typename Format::Bits *>(f.entry) + row * dim, f.nope_dim, f.rope_dim);
   const int64_t entry = entry_of_row(f, blockIdx.x);
+  const float scale = f.inv_scale ? numbers.scale(largest_of_warps()) : 1.0f;
   if (entry < 0) return;
-  quantize_row<Format, kNumbers>(f.fp8 + entry * f.nope_dim,
-                                 static_cast<uint16_t *>(f.rope) + entry * f.rope_dim,
-                                 f.inv_scale ? f.inv_scale + entry : nullptr,
-                                 static_cast<const typename Format::Bits *>(f.entry) + row * dim,
-                                 f.nope_dim, f.rope_dim, largest_of_warps());
+  numbers.store(f.fp8 + entry * f.nope_dim, static_cast<uint16_t *>(f.rope) + entry * f.rope_dim,
+                scale);
+  if (f.inv_scale && threadIdx.x == 0) f.inv_scale[entry] = scale;
   if constexpr (kKeys) {
     if (f.keys == KVX_HYBRID_FP8) {
       write_fp8_key<Format>(f, row, static_cast<uint64_t>(entry), largest_of_warps());
@@ -85,23 +91,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 // The vectors of a tail, -1: the row is skipped.
-template <class V>
 __device__ __forceinline__ int64_t first_vector(const kvx_hybrid_state_t &s, uint64_t vectors) {
   const int32_t slot = s.slots[blockIdx.x];
-  if ((s.mask && !s.mask[blockIdx.x]) || slot < 0 || static_cast<uint32_t>(slot) >= s.num_slots)
-    return -1;
-  if (threadIdx.x == 0) s.tail_len[slot] = 0;
+  const bool is_masked = s.mask && !s.mask[blockIdx.x];
+  if (is_masked || slot < 0 || static_cast<uint32_t>(slot) >= s.num_slots) return -1;
+  if (threadIdx.x == 0 && blockIdx.y == 0) s.tail_len[slot] = 0;
   return static_cast<int64_t>(slot * vectors);
 }
 
+// Blocks of threads share the vectors of a row.
 template <class V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     csa_rotate_state_kernel(const __grid_constant__ kvx_hybrid_state_t s, uint64_t vectors) {
-  const int64_t first = first_vector<V>(s, vectors);
+  begin_dependent();
+  const int64_t first = first_vector(s, vectors);
   if (first < 0) return;
   const auto at = [&](void *data) { return cuda::global(static_cast<V *>(data) + first); };
   V *const ka = at(s.ka), *const za = at(s.za), *const kb = at(s.kb), *const zb = at(s.zb);
-  for (uint64_t i = threadIdx.x; i < vectors; i += kThreads) {
+  for (uint64_t i = blockIdx.y * kThreads + threadIdx.x; i < vectors; i += gridDim.y * kThreads) {
     const V k = ka[i], z = za[i];
     kb[i] = k;
     zb[i] = z;
@@ -112,21 +119,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 template <class V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     hca_reset_state_kernel(const __grid_constant__ kvx_hybrid_state_t s, uint64_t vectors) {
-  const int64_t first = first_vector<V>(s, vectors);
+  begin_dependent();
+  const int64_t first = first_vector(s, vectors);
   if (first < 0) return;
   V *const ka = cuda::global(static_cast<V *>(s.ka) + first);
   V *const za = cuda::global(static_cast<V *>(s.za) + first);
-  for (uint64_t i = threadIdx.x; i < vectors; i += kThreads) ka[i] = za[i] = V{};
+  for (uint64_t i = blockIdx.y * kThreads + threadIdx.x; i < vectors; i += gridDim.y * kThreads)
+    ka[i] = za[i] = V{};
 }
 
 template <class Format, uint32_t kNumbers>
 void launch_flush(const kvx_hybrid_flush_t &f, cudaStream_t stream) {
   if (f.keys == KVX_HYBRID_NO_KEYS) {
-    KVX_LAUNCH((flush_write_hca_kernel<Format, kNumbers>), dim3(f.num_rows), dim3(kThreads), 0,
-               stream, f);
+    KVX_LAUNCH_DEPENDENT((flush_write_hca_kernel<Format, kNumbers>), dim3(f.num_rows),
+                         dim3(kThreads), stream, f);
   } else {
-    KVX_LAUNCH((flush_write_csa_kernel<Format, kNumbers>), dim3(f.num_rows), dim3(kThreads), 0,
-               stream, f);
+    KVX_LAUNCH_DEPENDENT((flush_write_csa_kernel<Format, kNumbers>), dim3(f.num_rows),
+                         dim3(kThreads), stream, f);
   }
 }
 
@@ -152,12 +161,13 @@ kvx_status_t launch(const kvx_hybrid_state_t &s, void *stream) {
   cuda::with_vector(1u << __builtin_ctzll(bits), [&](auto vector) {
     using V = decltype(vector);
     if constexpr (sizeof(V) > 1) {  // numbers have two bytes at least
+      const uint64_t vectors = bytes / sizeof(V), parts = (vectors + kThreads - 1) / kThreads;
+      const dim3 grid(s.num_rows,
+                      static_cast<uint32_t>(std::clamp<uint64_t>(parts, 1, kMostParts)));
       if (s.kb) {
-        KVX_LAUNCH((csa_rotate_state_kernel<V>), dim3(s.num_rows), dim3(kThreads), 0, on, s,
-                   bytes / sizeof(V));
+        KVX_LAUNCH_DEPENDENT((csa_rotate_state_kernel<V>), grid, dim3(kThreads), on, s, vectors);
       } else {
-        KVX_LAUNCH((hca_reset_state_kernel<V>), dim3(s.num_rows), dim3(kThreads), 0, on, s,
-                   bytes / sizeof(V));
+        KVX_LAUNCH_DEPENDENT((hca_reset_state_kernel<V>), grid, dim3(kThreads), on, s, vectors);
       }
     }
   });

@@ -6,6 +6,7 @@
 #include "formats/scalar.h"
 #include "formats/softmax.h"
 #include "kvx/kvx_hybrid.h"
+#include "plan/lookup.h"
 
 namespace kvx::hybrid {
 
@@ -112,9 +113,9 @@ KVX_HD uint32_t key_code(const kvx_hybrid_flush_t &f, float x) {
 
 // The entry of the pool that a row is written to, -1: none.
 KVX_HD int64_t entry_of_row(const kvx_hybrid_flush_t &f, uint32_t i) {
-  if ((f.mask && !f.mask[i]) || (f.slots && f.slots[i] < 0)) return -1;
+  const bool is_masked = f.mask && !f.mask[i], has_none = f.slots && f.slots[i] < 0;
   const int32_t id = f.entry_ids[i];
-  if (id < 0) return -1;
+  if (is_masked | has_none | (id < 0)) return -1;  // all three are on their way together
   const uint32_t column = static_cast<uint32_t>(id) / f.entries_per_block;
   if (column >= f.max_blocks) return -1;
   const int32_t block = f.block_table[uint64_t{i} * f.max_blocks + column];
@@ -123,19 +124,16 @@ KVX_HD int64_t entry_of_row(const kvx_hybrid_flush_t &f, uint32_t i) {
   return int64_t{block} * f.entries_per_block + place;
 }
 
-// Where the record of a row lies; NULL: the row is skipped.
+// Where the record of a slot lies; NULL: its row is skipped.
 struct Record {
   uint8_t *data, *scales;
 };
-KVX_HD Record record_of_row(const kvx_hybrid_pages_t &p, uint32_t i) {
-  const int64_t slot = p.slots[i];
+KVX_HD Record record_of_slot(const kvx_hybrid_pages_t &p, int64_t slot) {
   if (slot < 0 || slot >= int64_t{p.num_pages} * p.entries_per_page) return {nullptr, nullptr};
-  const int64_t page = slot / p.entries_per_page;
-  const auto entry = static_cast<uint32_t>(slot - page * p.entries_per_page);
-  uint8_t *const begin =
-      static_cast<uint8_t *>(p.pages) + static_cast<uint64_t>(page) * p.page_stride;
-  return {begin + uint64_t{entry} * kPageData,
-          begin + uint64_t{p.entries_per_page} * kPageData + uint64_t{entry} * kPageScales};
+  const Division at = divide_wide(static_cast<uint64_t>(slot), p.entries_per_page);
+  uint8_t *const begin = static_cast<uint8_t *>(p.pages) + at.quotient * p.page_stride;
+  return {begin + uint64_t{at.remainder} * kPageData,
+          begin + uint64_t{p.entries_per_page} * kPageData + uint64_t{at.remainder} * kPageScales};
 }
 
 }  // namespace kvx::hybrid

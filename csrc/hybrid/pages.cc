@@ -32,7 +32,7 @@ void read_record(void *row, kvx_dtype_t dtype, const Record &from) {
 
 void run(const kvx_hybrid_pages_t &p, Direction direction) {
   each_row(p.num_rows, 3 * kPageDim, [&](uint64_t i) {
-    const Record record = record_of_row(p, static_cast<uint32_t>(i));
+    const Record record = record_of_slot(p, p.slots[i]);
     if (!record.data) return;
     void *const row = number_at(p.rows, p.dtype, i * kPageDim);
     direction == Direction::kWrite ? write_record(record, row, p.dtype)

@@ -6,6 +6,7 @@ namespace {
 
 constexpr uint32_t kWarps = kThreads / kWarp;
 static_assert(kPageGroup == 2 * kWarp && kPageRope == 2 * kWarp);
+static_assert(kPageGroups + 1 == 2 * kWarps);
 
 template <class Format>
 __device__ __forceinline__ void write_two(typename Format::Bits *to, float first, float second) {
@@ -26,42 +27,60 @@ __device__ __forceinline__ void pair_of_rope(const Visit &visit) {
   if (threadIdx.x / kWarp + 1 == kWarps) visit(kPageNope + 2 * (threadIdx.x % kWarp));
 }
 
+// Two numbers of a group, and its exponent.
+struct TwoOfGroup {
+  uint16_t codes;
+  uint8_t exponent;
+};
+__device__ __forceinline__ TwoOfGroup two_of_group(float first, float second) {
+  int32_t most = largest_magnitude(largest_magnitude(0, first), second);
+#pragma unroll
+  for (uint32_t step = kWarp / 2; step; step /= 2)
+    most = max(most, __shfl_xor_sync(kAllLanes, most, step));
+  const uint8_t exponent = page_exponent(most);
+  const float inverse = page_inverse(exponent);
+  return {static_cast<uint16_t>(cuda::encode_two<E4m3>(first * inverse, second * inverse)),
+          exponent};
+}
+
+// A warp has two groups, the last one a group and the numbers with rotation. What they become is
+// found while the slot is on its way.
 template <class Format>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     write_pages_kernel(const __grid_constant__ kvx_hybrid_pages_t p) {
   using Bits = typename Format::Bits;
-  const Record to = record_of_row(p, blockIdx.x);
+  constexpr uint32_t kNext = kWarps * kPageGroup;
+  begin_dependent();
+  const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const uint32_t d = warp * kPageGroup + 2 * lane;
+  const int64_t slot = p.slots[blockIdx.x];
+  const Bits *const row = static_cast<const Bits *>(p.rows) + uint64_t{blockIdx.x} * kPageDim + d;
+  const Bits bits[] = {row[0], row[1], row[kNext], row[kNext + 1]};
+  const TwoOfGroup one = two_of_group(Format::decode(bits[0]), Format::decode(bits[1]));
+  const TwoOfGroup other = two_of_group(Format::decode(bits[2]), Format::decode(bits[3]));
+  const Record to = record_of_slot(p, slot);
   if (!to.data) return;
-  const Bits *const row = static_cast<const Bits *>(p.rows) + uint64_t{blockIdx.x} * kPageDim;
-  const bool is_first = threadIdx.x % kWarp == 0;
-  each_pair_of_groups([&](uint32_t group, uint32_t d) {
-    const float first = Format::decode(row[d]), second = Format::decode(row[d + 1]);
-    int32_t most = largest_magnitude(largest_magnitude(0, first), second);
-#pragma unroll
-    for (uint32_t step = kWarp / 2; step; step /= 2)
-      most = max(most, __shfl_xor_sync(kAllLanes, most, step));
-    const uint8_t exponent = page_exponent(most);
-    const float inverse = page_inverse(exponent);
-    const uint32_t codes = cuda::encode_two<E4m3>(first * inverse, second * inverse);
-    *reinterpret_cast<uint16_t *>(to.data + d) = static_cast<uint16_t>(codes);
-    if (is_first) to.scales[group] = exponent;
-  });
-  pair_of_rope([&](uint32_t d) {
-    auto *const rope = reinterpret_cast<uint16_t *>(to.data + kPageNope) + (d - kPageNope);
-    if constexpr (sizeof(Bits) == 2) {
-      rope[0] = row[d], rope[1] = row[d + 1];
-    } else {
-      write_two<Bf16>(rope, Format::decode(row[d]), Format::decode(row[d + 1]));
-    }
-    if (is_first) to.scales[kPageGroups] = 0;
-  });
+  *reinterpret_cast<uint16_t *>(to.data + d) = one.codes;
+  if (lane == 0) to.scales[warp] = one.exponent;
+  if (warp + 1 < kWarps) {
+    *reinterpret_cast<uint16_t *>(to.data + d + kNext) = other.codes;
+    if (lane == 0) to.scales[warp + kWarps] = other.exponent;
+    return;
+  }
+  auto *const rope = reinterpret_cast<uint16_t *>(to.data + kPageNope) + 2 * lane;
+  if constexpr (sizeof(Bits) == 2) {
+    rope[0] = bits[2], rope[1] = bits[3];
+  } else {
+    write_two<Bf16>(rope, Format::decode(bits[2]), Format::decode(bits[3]));
+  }
+  if (lane == 0) to.scales[kPageGroups] = 0;
 }
 
 template <class Format>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     read_pages_kernel(const __grid_constant__ kvx_hybrid_pages_t p) {
   using Bits = typename Format::Bits;
-  const Record from = record_of_row(p, blockIdx.x);
+  const Record from = record_of_slot(p, p.slots[blockIdx.x]);
   if (!from.data) return;
   Bits *const row = static_cast<Bits *>(p.rows) + uint64_t{blockIdx.x} * kPageDim;
   each_pair_of_groups([&](uint32_t group, uint32_t d) {
@@ -87,7 +106,7 @@ kvx_status_t launch(const kvx_hybrid_pages_t &p, Direction direction, void *stre
   with_format(p.dtype, [&](auto format) {
     using Format = decltype(format);
     if (direction == Direction::kWrite) {
-      KVX_LAUNCH((write_pages_kernel<Format>), dim3(p.num_rows), dim3(kThreads), 0, on, p);
+      KVX_LAUNCH_DEPENDENT((write_pages_kernel<Format>), dim3(p.num_rows), dim3(kThreads), on, p);
     } else {
       KVX_LAUNCH((read_pages_kernel<Format>), dim3(p.num_rows), dim3(kThreads), 0, on, p);
     }

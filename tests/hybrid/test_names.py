@@ -31,8 +31,6 @@ _SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "hybrid"
         ("append.cu", "append_swa_kernel", "a.num_tokens"),
         ("flush.cu", "flush_write_csa_kernel", "f.num_rows"),
         ("flush.cu", "flush_write_hca_kernel", "f.num_rows"),
-        ("flush.cu", "csa_rotate_state_kernel", "s.num_rows"),
-        ("flush.cu", "hca_reset_state_kernel", "s.num_rows"),
     ],
 )
 def test_a_kernel_has_a_block_of_128_threads_for_each_row(
@@ -40,7 +38,7 @@ def test_a_kernel_has_a_block_of_128_threads_for_each_row(
 ) -> None:
     """One block per token of append_swa, per request of a flush."""
     source = (_SOURCES / file).read_text()
-    launches = re.findall(rf"KVX_LAUNCH\(\(?{kernel}.*?;", source, re.DOTALL)
+    launches = re.findall(rf"KVX_LAUNCH_DEPENDENT\(\(?{kernel}.*?;", source, re.DOTALL)
     assert launches
     for launch in launches:
         assert f"dim3({rows}), dim3(kThreads)" in " ".join(launch.split())

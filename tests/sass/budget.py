@@ -32,7 +32,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "slots_kernel": Bound(150, 150),
+    "layer_kernel": Bound(40, 40),
     "vectors_kernel": Bound(110, 104),
     "blocks_kernel": Bound(110, 100),
     "remap_kernel": Bound(110, 90),

@@ -10,6 +10,7 @@ namespace sass {
 namespace {
 
 const std::map<std::string_view, Code> kCodes = {
+    {"ACQBULK", Code::kNothing},  // griddepcontrol.wait
     {"ATOMG", Code::kAtomic},
     {"B2R", Code::kBarrierResult},
     {"BAR", Code::kBlockBarrier},
@@ -59,6 +60,7 @@ const std::map<std::string_view, Code> kCodes = {
     {"P2R", Code::kPredicatesToRegister},
     {"PLOP3", Code::kLogicPredicates},
     {"POPC", Code::kPopulation},
+    {"PREEXIT", Code::kNothing},  // griddepcontrol.launch_dependents
     {"PRMT", Code::kPermute},
     {"R2UR", Code::kToUniform},
     {"RET", Code::kReturn},
