@@ -9,8 +9,10 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
+from kvx_core import _abi
+
 _LEAST_BYTES = 4 << 20  # below it, handing work to threads costs more than it saves
-_MAX_THREADS = 8  # of one job; that many read files in memory as quickly as memory lets them
+_MAX_THREADS = 8  # of one job
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -41,7 +43,7 @@ class Job(Generic[_T, _R]):
         self._changed = threading.Condition(threading.Lock())  # of the three above
         self.num_helpers = 0
         if num_bytes >= _LEAST_BYTES:
-            most = min(_num_cpus(), _MAX_THREADS) - 1
+            most = min(_num_threads(), _MAX_THREADS) - 1
             self.num_helpers = _helpers.help(self, min(most, len(items)))
 
     def results(self) -> list[_R]:
@@ -137,8 +139,8 @@ _helpers = _Helpers()
 os.register_at_fork(after_in_child=_helpers.forget)
 
 
-def _num_cpus() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _num_threads() -> int:
+    """As many as a large copy on the host uses: cores of this process, or what it was told."""
+    info = _abi.kvx_backend_info_t()
+    _abi.check(_abi.library().kvx_backend_info(info))
+    return int(info.num_threads)

@@ -12,6 +12,7 @@ from weakref import ref
 
 import pytest
 
+from kvx_core import backend_info, set_num_threads
 from kvx_core.snapshot import threaded
 from kvx_core.snapshot.threaded import Job, in_threads
 
@@ -19,8 +20,8 @@ MANY = 1 << 40  # bytes, which are worth any thread
 
 
 @pytest.fixture(autouse=True)
-def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threaded, "_num_cpus", lambda: 4)
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threaded, "_num_threads", lambda: 4)
 
 
 def test_results_are_in_the_order_of_the_items() -> None:
@@ -36,6 +37,18 @@ def test_several_threads_work() -> None:
         len(set(in_threads(lambda _: (together.wait(), threading.get_ident())[1], "abcd", MANY)))
         == 4
     )
+
+
+def test_threads_are_as_many_as_copies_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    try:
+        for count, helpers in ((1, 0), (2, 1), (5, 4), (64, 7)):
+            set_num_threads(count)
+            assert Job(lambda i: i, range(99), MANY).num_helpers == helpers
+        assert Job(lambda i: i, range(3), MANY).num_helpers == 3
+    finally:
+        set_num_threads(0)
+    assert Job(lambda i: i, range(99), MANY).num_helpers == min(8, backend_info().num_threads) - 1
 
 
 def test_little_work_stays_in_this_thread() -> None:
@@ -144,7 +157,7 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 _AT_EXIT = """
 import atexit, time
 from kvx_core.snapshot import threaded
-threaded._num_cpus = lambda: 4
+threaded._num_threads = lambda: 4
 {first}
 atexit.register(lambda: print(threaded.in_threads(lambda i: i, range(5), 1 << 40)))
 """

@@ -36,7 +36,7 @@ FILE_BYTES = CHUNK * LAYERS * 2 * HEADS * 8 * 4
 def files_together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Files of a batch, more or less: memory of a room is counted in pages."""
     together: int = request.param
-    monkeypatch.setattr(threaded, "_num_cpus", lambda: 4)
+    monkeypatch.setattr(threaded, "_num_threads", lambda: 4)
     monkeypatch.setattr(threaded, "_LEAST_BYTES", 0)
     for module in (loads, blobs_module):
         monkeypatch.setattr(module, "_LARGE", 0)
