@@ -124,6 +124,8 @@ def backend_info() -> BackendInfo:
 def set_num_threads(num_threads: int) -> None:
     """Sets how many threads a large call on HOST memory uses, for the whole process.
 
+    Stores read and write large files with as many, 8 at most.
+
     num_threads: 1: the caller alone; 0: the default, $KVX_NUM_THREADS or the process's cores
     Raises InvalidArgumentError.
     """

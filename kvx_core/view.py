@@ -25,7 +25,7 @@ from kvx_core.types import Transfer
 from kvx_core.words import fix, flag, instance, int64, integer, list_of, listed, many, wrong
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class CacheView:
     """All layers of one engine's cache and the meaning of their bytes.
 

@@ -6,8 +6,10 @@ Each test also runs on the CPU, so that a machine without a GPU shows whether th
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from kvx_core import (
     PrefixStore,
     Section,
     Snapshot,
+    StoreError,
     describe,
     device_status,
     gather_kv,
@@ -33,6 +36,7 @@ from kvx_core import (
     verify,
     write_kv,
 )
+from kvx_core.stores.loads import Progress
 from tests.calls import BACKENDS
 from tests.facts import SAME_MODEL
 
@@ -188,6 +192,93 @@ def _store(folder: Path, dtype: torch.dtype, format: str | None) -> PrefixStore:
         accept="lossy",
         format=format,
     )
+
+
+def test_captures_of_a_device_take_turns_in_pinned_memory(device: str, tmp_path: Path) -> None:
+    """While nobody has an earlier one. It goes with the cache; a cache of the host has none."""
+    torch.manual_seed(0)
+    storage, view = paged(device, 6, 16)
+    storage.copy_(torch.randn(storage.shape))
+    blocks, store = torch.randperm(6)[:3].to(device), _store(tmp_path, torch.float32, None)
+    section = Section(tuple(range(LAYERS)), view, view.table_of(blocks[None]))
+    expected = rows(storage, blocks, 48).cpu()
+    addresses, kept = [], []
+    for turn in range(6):
+        start = turn % 3 * 16
+        snapshot = store.capture(range(48), start, start + 16, [section])
+        assert snapshot is not None
+        assert snapshot.memory is not None
+        assert (snapshot.lease is None) is (device == "cpu")
+        for layer in range(LAYERS):
+            for kv, name in enumerate("kv"):
+                found = torch.from_numpy(snapshot.array(f"layers.{layer}.{name}"))
+                assert torch.equal(found, expected[layer, kv, start : start + 16])
+        addresses.append(snapshot.memory.ctypes.data)
+        if turn == 2:
+            kept.append((snapshot, snapshot.digest()))
+        del snapshot, found
+    assert [one.digest() for one, _ in kept] == [digest for _, digest in kept]
+    assert addresses[2] not in addresses[3:]
+    if device == "cuda":
+        assert len(set(addresses)) == 2
+    seen = ref(view)
+    del section, view
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("bad", [None, 0, 9, 17])
+def test_long_prompts_have_large_files(device: str, bad: int | None, tmp_path: Path) -> None:
+    """Files of 2 MiB: threads write them, and read some while others are copied to the device."""
+    layers, chunk, size, heads, dim = 4, 128, 16, 8, 128
+    num_tokens = 20 * chunk + 40
+    count = -(-num_tokens // size)
+
+    def cache(seed: int) -> tuple[Tensor, Tensor, Section]:
+        shape = layers, 2, count + 5, size, heads, dim
+        generator = torch.Generator().manual_seed(seed)
+        storage = torch.randint(-9999, 9999, shape, dtype=torch.int16, generator=generator)
+        storage = storage.to(device)
+        each = [
+            [describe(half, Layout.BLOCK_NHD) for half in layer]
+            for layer in storage.view(torch.bfloat16)
+        ]
+        view = CacheView([CacheDesc.from_kv(k, v) for k, v in each], FACTS)
+        blocks = torch.randperm(count + 5, generator=generator)[:count].to(device)
+        return storage, blocks, Section(tuple(range(layers)), view, view.table_of(blocks[None]))
+
+    store = PrefixStore(
+        Directory(tmp_path),
+        fingerprint=FACTS.fingerprint or "",
+        num_layers=layers,
+        total_kv_heads=heads,
+        precision=Precision.of("bfloat16"),
+        chunk_tokens=chunk,
+    )
+    storage, blocks, section = cache(0)
+    tokens = torch.arange(num_tokens)
+    captured = [store.capture(tokens, *span, [section]) for span in store.spans(num_tokens)]
+    assert all(store.commit_all([one for one in captured if one is not None]))
+    match = store.lookup(tokens)
+    assert match.num_tokens == num_tokens
+    good = num_tokens
+    if bad is not None:
+        good, path = bad * chunk, tmp_path / match.spans[bad].names[0]
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    out, into, section = cache(1)
+    before, progress = out.clone(), Progress()
+    if bad is None:
+        store.load(match, 0, num_tokens, [section], progress=progress)
+    else:
+        with pytest.raises(StoreError, match="have changed since"):
+            store.load(match, 0, num_tokens, [section], progress=progress)
+        assert not path.exists()
+    assert progress.stop == good
+    assert torch.equal(rows(out, into, good), rows(storage, blocks, good))
+    left = _others(into, size, good, (count + 5) * size)
+    assert torch.equal(out.flatten(2, 3)[:, :, left], before.flatten(2, 3)[:, :, left])
 
 
 @pytest.mark.parametrize("seed", range(3))

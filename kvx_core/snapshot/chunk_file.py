@@ -23,7 +23,7 @@ from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, Un
 from kvx_core.snapshot.file_layout import FileLayout, Selection
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.kind_text import MAX_TOKENS
-from kvx_core.snapshot.memory import Bytes, in_threads
+from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.pieces import MOST_BYTES, Group, Range
 from kvx_core.snapshot.record import BEGIN_BYTES, CLEAR_BYTES, Record, RecordText, form_of
 from kvx_core.snapshot.room import Room
@@ -31,6 +31,7 @@ from kvx_core.snapshot.scales import are_good
 from kvx_core.snapshot.sealing import Sealing
 from kvx_core.snapshot.secrets import TAG_BYTES
 from kvx_core.snapshot.snapshot import Snapshot
+from kvx_core.snapshot.threaded import in_threads
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -84,8 +85,7 @@ def file_parts(snapshot: Snapshot, kind: Kind, secrets: Secrets, parent: bytes) 
         return sealing.sealed(index, _encoded(coding, views) if coding else views)
 
     try:
-        slow = layout.num_bytes if layout.is_coded or kind.keyed or kind.encrypted else 0
-        pieces = in_threads(sealed, range(len(layout.pieces)), slow)
+        pieces = in_threads(sealed, range(len(layout.pieces)), layout.num_bytes)
         sizes = [sum(len(memoryview(view)) for view in views) for views, _ in pieces]
         record = Record(
             parent=parent,
@@ -251,10 +251,7 @@ class ChunkFile:
             self._read_at(data, self._offset(group.first))
             self.check_group(group, view, other)
 
-        layout = self.layout
-        is_quick = self._sealing is _PLAIN and layout.is_direct and not layout.is_alone
-        slow = 0 if is_quick else sum(group.num_bytes for group in groups)
-        in_threads(read, groups, slow)
+        in_threads(read, groups, sum(group.num_bytes for group in groups))
 
     def check_group(self, group: Group, view: memoryview, other: memoryview) -> None:
         """Checks pieces that have been read; decrypts and decodes them into `view`.

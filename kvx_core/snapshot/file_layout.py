@@ -46,7 +46,6 @@ class FileLayout:
     num_bytes: int  # of the data; at most, if it is coded
     is_coded: bool
     is_direct: bool  # bytes are in the file as they are in memory
-    is_alone: bool  # the file has its kind with it
     sizes: tuple[int, ...]  # of the pieces in memory
     entry_tokens: frozenset[int]  # files begin at multiples of them
     least_bytes: int  # of a file
@@ -87,7 +86,6 @@ class FileLayout:
             num_bytes,
             is_coded,
             is_direct,
-            bool(kind),
             tuple(piece.num_bytes for piece in pieces),
             frozenset(per - {0, 1}),
             head.num_bytes + (len(pieces) if is_coded else num_bytes),

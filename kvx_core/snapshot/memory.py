@@ -1,12 +1,8 @@
-"""Memory for the tensors of a snapshot, and work on them in several threads."""
+"""Memory for the tensors of a snapshot."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +12,8 @@ from kvx_core.snapshot.errors import StoreError
 
 PAGE = 4096
 _ALIGN = 64  # bytes, of each tensor
-_THREADED_BYTES = 4 << 20  # below it, handing them to threads costs more than it saves
-_MAX_THREADS = 4
 
 Bytes = npt.NDArray[np.uint8]
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
@@ -53,38 +45,3 @@ def laid_out(
         tensors[name] = Stored(stored.dtype, stored.shape, offset, stored.original, stored.coding)
         offset += -(-stored.num_bytes // _ALIGN) * _ALIGN
     return tensors, offset
-
-
-def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
-    """[work(item) for item in items], in several threads if num_bytes is large."""
-    if num_bytes < _THREADED_BYTES or len(items) < 2 or _num_cpus() < 2:
-        return [work(item) for item in items]
-    num_threads = min(_num_cpus(), _MAX_THREADS, len(items))
-    results: list[Any] = [None] * len(items)
-
-    def work_on(first: int) -> None:
-        for i in range(first, len(items), num_threads):
-            results[i] = work(items[i])
-
-    helpers = _helpers(os.getpid())
-    others = [helpers.submit(work_on, first) for first in range(1, num_threads)]
-    try:
-        work_on(0)
-    finally:
-        wait(others)
-    for other in others:
-        other.result()
-    return results
-
-
-@cache
-def _num_cpus() -> int:
-    return os.cpu_count() or 1
-
-
-@lru_cache(maxsize=1)
-def _helpers(process: int) -> ThreadPoolExecutor:
-    """The threads of a process, kept: to start them takes as long as to read a megabyte. A forked
-    child has none of its parent's.
-    """
-    return ThreadPoolExecutor(_MAX_THREADS - 1, "kvx-bytes")

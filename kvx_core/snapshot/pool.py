@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class _Slab:
         block_bytes: int,
         num_blocks: int,
         block_tokens: int,
-        caches: Sequence[CacheView],
+        caches: Sequence[ref[CacheView]],
         *,
         pinned: bool,
     ) -> None:
@@ -73,7 +74,7 @@ class _Slab:
         """Copies of a section's cache; None for another one, such as one of some of its layers."""
         cache = section.view
         found = self._copiers.get(id(cache))
-        if found is None and any(known is cache for known in self._caches):
+        if found is None and any(known() is cache for known in self._caches):
             found = self._copiers[id(cache)] = Copiers(cache, self.view(section.layers))
         return found
 
@@ -167,10 +168,13 @@ class _Kind:
         num_tokens: int,
         free_bytes: int,
     ) -> None:
-        """tensors: of a snapshot of num_tokens tokens, which takes num_bytes"""
+        """tensors: of a snapshot of num_tokens tokens, which takes num_bytes
+
+        Does not keep the caches alive, but for copies between two on the host.
+        """
         self.parts, self.num_tokens = parts, num_tokens
         self.free: deque[tuple[_Slab, int]] = deque()
-        self._views = [section.view for section in sections]  # kept, so that their ids stay theirs
+        self._views = [ref(section.view) for section in sections]
         self._tensors = tensors
         step = lcm(_ALIGN, *(stored.dtype.itemsize for stored in tensors.values()))
         self._block_bytes = -(-num_bytes // step) * step
@@ -228,12 +232,23 @@ class _Kind:
         )
 
 
+class _Known(NamedTuple):
+    """What the pool has for sections of these views."""
+
+    views: list[ref[CacheView]]
+    kind: _Kind | None
+
+    def is_of(self, sections: Sequence[Section]) -> bool:
+        """Whether it was found for these; another view may have the id of one that is gone."""
+        return all(view() is one.view for view, one in zip(self.views, sections, strict=True))
+
+
 class MemoryPool:
     """Host memory for snapshots of chunks, kept when a snapshot is gone for those that follow.
 
     New memory costs as much as the copy into it, and describing it costs more. Given to
     Snapshot.reserve. K and V without scales and planes are captured into the pool; all else has new
-    memory. Threads may share a pool.
+    memory. What was captured from a view that is gone is freed. Threads may share a pool.
     """
 
     def __init__(self, num_tokens: int, free_bytes: int = 1 << 30) -> None:
@@ -241,7 +256,7 @@ class MemoryPool:
         free_bytes: that are kept at most of each kind of snapshot
         """
         self._num_tokens, self._free_bytes = num_tokens, free_bytes
-        self._kinds: dict[Any, _Kind | None] = {}
+        self._kinds: dict[Any, _Known] = {}
 
     def kind(
         self,
@@ -257,15 +272,16 @@ class MemoryPool:
         Raises StoreError if there is not enough memory, InvalidArgumentError, UnsupportedError.
         """
         key = tuple((id(s.view), s.layers, s.encoding) for s in sections), format, carried
-        try:
-            kind = self._kinds[key]
-        except KeyError:
-            if len(self._kinds) >= _MAX_KINDS:
-                self._kinds.clear()
-            kind = self._kinds[key] = self._kind(sections, format, carried)
-        if kind is not None:
-            kind.prepare(num_tokens)
-        return kind
+        known, kinds = self._kinds.get(key), self._kinds
+        if known is None or not known.is_of(sections):
+            if len(kinds) >= _MAX_KINDS:
+                kinds.clear()
+            kind = self._kind(sections, format, carried)
+            views = [ref(one.view, lambda _: kinds.pop(key, None)) for one in sections]
+            known = kinds[key] = _Known(views, kind)
+        if known.kind is not None:
+            known.kind.prepare(num_tokens)
+        return known.kind
 
     def _kind(
         self, sections: Sequence[Section], format: StorageFormat, carried: Precisions

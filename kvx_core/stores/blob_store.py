@@ -90,8 +90,12 @@ class BlobStore(ABC):
         except OSError as error:
             raise StoreError(f"{self.path_of(name)} cannot be read: {error}") from error
 
-    def put_all(self, files: Sequence[tuple[str, Write]]) -> list[Put]:
-        """`put` for each name and `write`: what it returns, or the StoreError that it raises."""
+    def put_all(self, files: Sequence[tuple[str, Write]], num_bytes: int = 0) -> list[Put]:
+        """`put` for each name and `write`: what it returns, or the StoreError that it raises.
+
+        num_bytes: of all files, as far as it is known: if they are large, several threads may call
+                   `write`, each for another file
+        """
         return [self._put_one(name, write) for name, write in files]
 
     def _put_one(self, name: str, write: Write) -> Put:

@@ -47,7 +47,8 @@ class Commits:
         except StoreError as error:
             return [error] * len(snapshots)
         writes = list(map(writing, names, snapshots, kinds))
-        results = self.entries.blobs.put_all(list(zip(names, writes, strict=True)))
+        num_bytes = sum(0 if one.memory is None else one.memory.nbytes for one in snapshots)
+        results = self.entries.blobs.put_all(list(zip(names, writes, strict=True)), num_bytes)
         stored: list[int | StoreError] = []
         for i, (name, snapshot) in enumerate(zip(names, snapshots, strict=True)):
             is_new = results[i]

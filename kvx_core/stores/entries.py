@@ -11,6 +11,7 @@ from kvx_core.snapshot.chunk_file import Wanted
 from kvx_core.snapshot.chunk_reads import is_chunk, read_chunk
 from kvx_core.snapshot.errors import OtherKeyError
 from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.index import Index, Unknown
@@ -79,14 +80,18 @@ class Entries:
             pass
         return False
 
-    def read(self, name: EntryName, wanted: Wanted, room: Room) -> Snapshot:
+    def read(
+        self, name: EntryName, wanted: Wanted, room: Room, taken: tuple[int, Bytes]
+    ) -> Snapshot:
         """What an entry has of what is wanted, in memory of a room. A corrupt file is deleted.
 
+        taken: see read_chunk
         Raises StoreError.
         """
+        fetch, secrets, key = self.blobs.fetch, self.secrets, name.key
         try:
             found = read_chunk(
-                self.blobs.fetch, wanted, self.secrets, name=name.name, key=name.key, room=room
+                fetch, wanted, secrets, name=name.name, key=key, room=room, taken=taken
             )
         except CorruptError:
             self.discard(name.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from kvx_core.snapshot import (
 )
 from kvx_core.snapshot.chunk_file import Wanted
 from kvx_core.snapshot.kind import Kind
+from kvx_core.snapshot.memory import Bytes
+from kvx_core.snapshot.threaded import Job
 from kvx_core.stores.entries import Carried, Entries
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.match import StoredSpan
@@ -32,6 +35,8 @@ from kvx_core.stores.rooms import Rooms
 from kvx_core.types import Memory
 
 _TOGETHER = 16 << 20  # bytes of files that are copied together
+_TOGETHER_ON_DEVICE = 32 << 20  # where to begin a copy takes longer
+_LARGE = 1 << 20  # bytes; smaller files are read by one thread, most of whose time is Python's
 _MAX_FITTING = 32  # kinds of files that a view is known to take
 
 
@@ -87,8 +92,13 @@ class Loads:
         progress.stop = max(progress.stop, start)
         needed = [span for span in spans if max(start, span.start) < min(stop, span.stop)]
         pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
-        with self.rooms.room(self.chunk_tokens, pinned=pinned) as room:
-            load = _Load(self, sections, start, stop, stream, progress, room)
+        together = _TOGETHER_ON_DEVICE if pinned else _TOGETHER
+        with ExitStack() as taken:
+
+            def room() -> Room:
+                return taken.enter_context(self.rooms.room(self.chunk_tokens, pinned=pinned))
+
+            load = _Load(self, sections, start, stop, stream, progress, room, together)
             load.run(needed)
         return load.num_bytes
 
@@ -176,6 +186,31 @@ class Loads:
         ]
 
 
+class _File(NamedTuple):
+    """A file that is read."""
+
+    source: _Source
+    name: EntryName
+    start: int  # position in the sequence of its first token
+    room: Room
+    taken: tuple[int, Bytes]  # of the room
+
+
+class _Planned(NamedTuple):
+    """A span whose files are read."""
+
+    first: int  # token of the sequence that is loaded from it
+    last: int  # one past the last
+    plan: _Plan | StoreError  # or why nothing is read
+
+
+class _Batch(NamedTuple):
+    """Spans that are read together, into one room."""
+
+    spans: list[_Planned]
+    job: Job[_File, Snapshot | StoreError]
+
+
 @dataclass(slots=True)
 class _Load:
     """A load that is under way."""
@@ -186,37 +221,70 @@ class _Load:
     stop: int
     stream: int | None
     progress: Progress
-    room: Room
+    new_room: Callable[[], Room]
+    together: int  # bytes of files that are copied together
     num_bytes: int = 0  # that are loaded
-    # Snapshots in the room that wait to be copied together, and which sections take them.
+    # Snapshots in a room that wait to be copied together, and which sections take them.
     _waiting: list[Snapshot] = field(default_factory=list)
     _takers: list[Section] = field(default_factory=list)
     _first: int = 0  # token of the sequence that is copied from them
     _last: int = 0  # one past the last
+    _nulls: list[Nulls] = field(default_factory=list)
     # By tokens of an entry, which sections take something, and kinds of the files.
     _plans: dict[tuple[int, tuple[bool, ...], tuple[str, ...]], _Plan] = field(default_factory=dict)
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
-        nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
-        for i, span in enumerate(spans):
-            self._raise_if_cancelled()
+        self._raise_if_cancelled()
+        self._nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
+        left, room, other = deque(spans), self.new_room(), None
+        batch = self._begin(left, room)
+        try:
+            while batch.spans:
+                full, read = batch, batch.job.results()
+                is_ahead = bool(left) and batch.job.num_helpers > 0
+                if is_ahead:  # helpers read into one room while the other one is copied
+                    room, other = other or self.new_room(), room
+                    batch = self._begin(left, room)
+                self._copy(full, read)
+                if not is_ahead:
+                    batch = self._begin(left, room)
+        except StoreError:
+            self._check(batch, left, room)
+            raise
+        finally:
+            batch.job.stop()  # nobody gets the room before
+
+    def _begin(self, left: deque[StoredSpan], room: Room) -> _Batch:
+        """Has the next spans that fit into a room together read there, and takes them from `left`.
+
+        Nobody needs what was in the room.
+        """
+        planned, files, num_bytes = list[_Planned](), list[_File](), 0
+        while left:
+            span = left[0]
             lo, hi = max(self.start, span.start), min(self.stop, span.stop)
             try:
-                plan, read = self._read(span, lo, hi, nulls)
-            except StoreError:
-                self._restore()
-                self._check(spans[i + 1 :], nulls)
-                raise
-            # Files that only other ranks load count too: later tokens depend on them.
-            for precision in plan.coarser:
-                self.of.carried.take(precision)
-            self._add(read, lo, hi)
-        self._restore()
+                plan, names = self._plan_of(span, lo, hi, room)
+                if not files:
+                    room.clear(plan.num_bytes, self.together // max(plan.num_bytes, 1))
+                elif not room.has(plan.num_bytes):
+                    break
+            except StoreError as error:
+                planned.append(_Planned(lo, hi, error))
+            else:
+                planned.append(_Planned(lo, hi, plan))
+                for source in plan.sources:
+                    taken = room.take(source.wanted.selection.place.num_bytes)
+                    files.append(_File(source, names[source.number], span.start, room, taken))
+                num_bytes += plan.num_bytes
+            left.popleft()
+        are_large = num_bytes >= _LARGE * len(files)
+        return _Batch(planned, Job(self._read, files, num_bytes if are_large else 0))
 
-    def _read(
-        self, span: StoredSpan, lo: int, hi: int, nulls: Sequence[Nulls]
-    ) -> tuple[_Plan, list[tuple[Snapshot, list[Section]]]]:
-        """Reads and checks what the sections need that have some of tokens `lo` to `hi`."""
+    def _plan_of(
+        self, span: StoredSpan, lo: int, hi: int, room: Room
+    ) -> tuple[_Plan, list[EntryName]]:
+        """What the sections need of tokens `lo` to `hi`, and the files. Raises StoreError."""
         num_tokens = span.num_entry_tokens
         if not span.stop - span.start <= num_tokens <= self.of.chunk_tokens:
             raise StoreError(
@@ -224,43 +292,62 @@ class _Load:
                 f"to {span.stop} of a chunk"
             )
         files = [self.of.file(name) for name in span.names]
-        takes = tuple(not null.all(lo, hi) for null in nulls)
+        takes = tuple(not null.all(lo, hi) for null in self._nulls)
         key = num_tokens, takes, tuple(kind.id for _, kind in files)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(span, [kind for _, kind in files], takes)
-        self._make_room(plan.num_bytes)
-        return plan, [
-            (self._read_file(source, files[source.number][0], span), source.takers)
-            for source in plan.sources
-        ]
+            kinds = [kind for _, kind in files]
+            plan = self._plans[key] = self._plan(span, kinds, takes, room)
+        return plan, [name for name, _ in files]
 
-    def _plan(self, span: StoredSpan, kinds: Sequence[Kind], takes: Sequence[bool]) -> _Plan:
+    def _plan(
+        self, span: StoredSpan, kinds: Sequence[Kind], takes: Sequence[bool], room: Room
+    ) -> _Plan:
         """What spans like this one need. Raises StoreError.
 
         takes: which sections have some of its tokens
         """
         takers = [section for section, is_one in zip(self.sections, takes, strict=True) if is_one]
-        sources = self.of.sources(span, kinds, takers, self.room)
+        sources = self.of.sources(span, kinds, takers, room)
         num_bytes = sum(one.wanted.selection.place.num_bytes for one in sources)
         coarser = frozenset(each for kind in kinds for each in self.of.kinds.coarser(kind))
         return _Plan(sources, num_bytes, coarser)
 
-    def _read_file(self, source: _Source, name: EntryName, span: StoredSpan) -> Snapshot:
-        entries = self.of.entries
-        snapshot = entries.read(name, source.wanted, self.room)
-        if snapshot.header.start != span.start:
-            raise StoreError(
-                f"{name.name} holds tokens from {snapshot.header.start}, expected {span.start}"
-            )
+    def _read(self, file: _File) -> Snapshot | StoreError:
+        """What is in a file, or why it is not loaded. A corrupt one is deleted."""
+        name, entries = file.name, self.of.entries
+        try:
+            self._raise_if_cancelled()
+            snapshot = entries.read(name, file.source.wanted, file.room, file.taken)
+            if snapshot.header.start != file.start:
+                raise StoreError(
+                    f"{name.name} holds tokens from {snapshot.header.start}, expected {file.start}"
+                )
+        except StoreError as error:
+            return error
         entries.index.held(name.name)
         return snapshot
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Makes room for snapshots; those that wait are copied if there is none."""
-        if not self._waiting or not self.room.has(num_bytes):
-            self._restore()
-            self.room.clear(num_bytes, _TOGETHER // max(num_bytes, 1))
+    def _copy(self, batch: _Batch, read: Sequence[Snapshot | StoreError]) -> None:
+        """Copies what has been read, up to the first bad file. Raises why it is bad."""
+        files = iter(read)
+        for lo, hi, plan in batch.spans:
+            self._raise_if_cancelled()
+            if isinstance(plan, StoreError):
+                self._restore()
+                raise plan
+            found: list[tuple[Snapshot, list[Section]]] = []
+            for source in plan.sources:
+                snapshot = next(files)
+                if isinstance(snapshot, StoreError):
+                    self._restore()
+                    raise snapshot
+                found.append((snapshot, source.takers))
+            # Files that only other ranks load count too: later tokens depend on them.
+            for precision in plan.coarser:
+                self.of.carried.take(precision)
+            self._add(found, lo, hi)
+        self._restore()
 
     def _add(self, read: Sequence[tuple[Snapshot, list[Section]]], lo: int, hi: int) -> None:
         """Has tokens `lo` to `hi` copied: now, or together with those that follow."""
@@ -295,13 +382,11 @@ class _Load:
                 )
             self.progress.stop = self._last
 
-    def _check(self, spans: Sequence[StoredSpan], nulls: Sequence[Nulls]) -> None:
+    def _check(self, batch: _Batch, left: deque[StoredSpan], room: Room) -> None:
         """Reads files that are not loaded any more; corrupt ones are deleted."""
-        for span in spans:
-            if self.progress.is_cancelled:
-                return
-            with suppress(StoreError):
-                self._read(span, max(self.start, span.start), min(self.stop, span.stop), nulls)
+        while batch.spans and not self.progress.is_cancelled:
+            batch.job.results()
+            batch = self._begin(left, room)
 
     def _raise_if_cancelled(self) -> None:
         if self.progress.is_cancelled:

@@ -54,7 +54,7 @@ class Place:
 
     @cached_property
     def temporaries(self) -> int:
-        """Raises OSError."""
+        """Raises OSError. Threads that need it at once may open one each."""
         return self._open_temporaries()
 
 

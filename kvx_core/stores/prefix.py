@@ -118,9 +118,9 @@ class PrefixStore:
                       as many as KV heads
         Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
         """
-        requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
         num_layers = integer("num_layers", num_layers, 1)
         kv_heads = arguments.of_layers("total_kv_heads", total_kv_heads, num_layers)
+        requested = new_chunk_tokens if chunk_tokens is None else chunk_tokens
         requested = integer("chunk_tokens", requested, 1)
         fingerprint, about = arguments.model(fingerprint)
         instance("salt", salt, str, "a string")
@@ -361,7 +361,7 @@ class PrefixStore:
         base: int = 0,
         states: bool = False,
     ) -> Snapshot | None:
-        """Copies tokens `start` to `stop` of a sequence out of caches, into new memory of the host.
+        """Copies tokens `start` to `stop` of a sequence out of caches, into memory of the host.
 
         tokens, start, stop, node, base, states: as for `missing`
         sections: what is held here of the sequence
@@ -369,7 +369,8 @@ class PrefixStore:
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
-        chunks = self.chunks(sections, start, stop, states=states)
+        pool = self._rooms.pool(sections, self.chunk_tokens)
+        chunks = self.chunks(sections, start, stop, pool=pool, states=states)
         snapshot = Snapshot.reserve_of(chunks, ids, start=start, prefix=node)
         if snapshot is not None:
             for section in chunks.sections:

@@ -43,7 +43,9 @@ class Gated(Directory):
             self._wait([name])
         return super().put(name, write, durable=durable)
 
-    def put_all(self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]]) -> list[Put]:
+    def put_all(
+        self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]], num_bytes: int = 0
+    ) -> list[Put]:
         self._wait([name for name, _ in files])
         return [
             StoreError(f"{name} is refused") if name == self.refused else Directory.put(self, *file)

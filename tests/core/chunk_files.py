@@ -207,7 +207,12 @@ def read(
     """What a load reads of a file."""
     room = room or Room(num_tokens)
     wanted = Wanted.of(kind, num_tokens, kind.layers if layers is None else layers, room, "a model")
-    found = read_chunk(fetch, wanted, secrets or secrets_of(keys), name="it", key=key, room=room)
+    secrets, taken = secrets or secrets_of(keys), room.take(wanted.selection.place.num_bytes)
+    try:
+        found = read_chunk(fetch, wanted, secrets, name="it", key=key, room=room, taken=taken)
+    except BaseException:
+        room.give_back(taken[0])
+        raise
     assert found is not None
     return found
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -196,7 +197,8 @@ def test_free_memory_is_bounded() -> None:
     held = section(0)
     pool = MemoryPool(CHUNK, free_bytes=2 * capture(held, 0, CHUNK, None).num_bytes + 1024)
     snapshots = [capture(held, 0, CHUNK, pool) for _ in range(5)]
-    (kind,) = pool._kinds.values()
+    ((_, kind),) = pool._kinds.values()
+    assert kind is not None
     del snapshots
     gc.collect()
     assert len(kind.free) == 2
@@ -244,3 +246,21 @@ def test_memory_that_a_device_may_still_write_is_not_taken_again(is_settled: boo
     del lease
     gc.collect()
     assert free == [("slab", 3)] * is_settled
+
+
+@pytest.mark.parametrize(("format", "is_pooled"), [(None, True), ("q4_k", False)])
+def test_a_pool_keeps_no_view_alive(format: str | None, is_pooled: bool) -> None:
+    """What it has for a view goes with the view, but for the memory of snapshots."""
+    pool, held = MemoryPool(CHUNK), section(0, layout="UNITS")
+    found = Snapshot.reserve(range(CHUNK), [held], pool=pool, format=format)
+    assert found is not None
+    assert (found.lease is not None) is is_pooled
+    assert len(pool._kinds) == 1
+    memory, view = found.memory, ref(held.view)
+    assert memory is not None
+    memory[:] = 7
+    del held, found
+    gc.collect()
+    assert view() is None
+    assert not pool._kinds
+    assert (memory == 7).all()

@@ -1,0 +1,146 @@
+"""Work on many bytes in several threads of this process, begun before somebody waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+from kvx_core import _abi
+
+_LEAST_BYTES = 4 << 20  # below it, handing work to threads costs more than it saves
+_MAX_THREADS = 8  # of one job
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
+    """[work(item) for item in items], in several threads if num_bytes is large.
+
+    Raises what the first of these calls raises that fails; later ones may not be made then.
+    """
+    if num_bytes < _LEAST_BYTES or len(items) < 2:
+        return [work(item) for item in items]
+    return Job(work, items, num_bytes).results()
+
+
+class Job(Generic[_T, _R]):
+    """Calls of `work` for items, begun in their order.
+
+    Helpers begin at once if num_bytes is large; who asks for the results works too, and waits for
+    no helper that has not begun: jobs may be made in jobs, and helpers may be busy for ever.
+    """
+
+    def __init__(self, work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> None:
+        self._work, self._items = work, items
+        self._results: list[Any] = [None] * len(items)
+        self._next = self._running = 0  # the item that is begun next; items that are being done
+        self._error: tuple[int, BaseException] | None = None  # of the first item that has failed
+        self._changed = threading.Condition(threading.Lock())  # of the three above
+        self.num_helpers = 0
+        if num_bytes >= _LEAST_BYTES:
+            most = min(_num_threads(), _MAX_THREADS) - 1
+            self.num_helpers = _helpers.help(self, min(most, len(items)))
+
+    def results(self) -> list[_R]:
+        """What the calls return, in the order of the items. Asked for once.
+
+        Raises what the first of them raises that fails; later ones may not be made then.
+        """
+        self.run()
+        self._wait()
+        results, self._results = self._results, []
+        if self._error is not None:
+            _, error = self._error
+            self._error = None  # its traceback has frames that refer to this job
+            try:
+                raise error
+            finally:
+                del error
+        return results
+
+    def stop(self) -> None:
+        """Begins no more calls, and waits for those that have begun."""
+        with self._changed:
+            self._next = len(self._items)
+        self._wait()
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+
+    def run(self) -> None:
+        """Makes calls until all have begun. Raises nothing: see `results`."""
+        while True:
+            with self._changed:
+                at = self._next
+                if at >= len(self._items):
+                    return
+                self._next += 1
+                self._running += 1
+            try:
+                self._results[at] = self._work(self._items[at])
+            except BaseException as error:
+                with self._changed:
+                    self._next = len(self._items)
+                    if self._error is None or at < self._error[0]:
+                        self._error = at, error
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+
+class _Helpers:
+    """Threads of this process, kept: to start them takes as long as to read a megabyte.
+
+    They are daemons: a disk that never answers keeps no process from ending.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """A forked child has none of its parent's."""
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[ref[Job[Any, Any]]] = SimpleQueue()
+        self._num_threads = 0
+
+    def help(self, job: Job[Any, Any], most: int) -> int:
+        """Has at most so many threads run a job as long as somebody has it. Returns how many."""
+        with self._lock:
+            try:
+                while self._num_threads < most:
+                    name = f"kvx-bytes_{self._num_threads}"
+                    own = (self._jobs,)
+                    threading.Thread(target=_serve, args=own, name=name, daemon=True).start()
+                    self._num_threads += 1
+            except RuntimeError:  # the process ends, or may not have more threads
+                pass
+            found = min(most, self._num_threads)
+        for _ in range(found):
+            self._jobs.put(ref(job))
+        return found
+
+
+def _serve(jobs: SimpleQueue[ref[Job[Any, Any]]]) -> None:
+    while True:
+        job = jobs.get()()
+        if job is not None:
+            job.run()
+        del job  # or it would stay, with its memory, until there is another one
+
+
+_helpers = _Helpers()
+os.register_at_fork(after_in_child=_helpers.forget)
+
+
+def _num_threads() -> int:
+    """As many as a large copy on the host uses: cores of this process, or what it was told."""
+    info = _abi.kvx_backend_info_t()
+    _abi.check(_abi.library().kvx_backend_info(info))
+    return int(info.num_threads)
