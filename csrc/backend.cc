@@ -73,9 +73,9 @@ kvx_status_t check_reachable([[maybe_unused]] const NamedArray *arrays,
 #if KVX_WITH_CUDA
 namespace {
 
-kvx_status_t run_on_device(const Plan &plan, const NamedTensor *tensors, size_t count,
-                           void *stream, ReachedBy *reached_by) {
-  cuda::Reach reach(cuda::Peers::kReached, reached_by);
+kvx_status_t run_on_device(const Plan &plan, const NamedTensor *tensors, size_t count, void *stream,
+                           ReachedBy *reached_by) {
+  cuda::Reach reach(cuda::Peers::kReached, plan.owner, reached_by);
   KVX_TRY(reach.begin());
   for (size_t i = 0; i < count && !reach.is_kept(); ++i) {
     const auto &[name, tensor] = tensors[i];

@@ -18,9 +18,10 @@ enum class Peers : uint8_t {
 // What a call has asked.
 class Reach {
  public:
+  // owner: the device that has allocated all that is not in HOST memory; -1: not known
   // reached_by: the device for which what the call's plan keeps has been checked; NULL: no plan
-  explicit Reach(Peers peers, std::atomic<int> *reached_by = nullptr)
-      : peers_(peers), reached_by_(reached_by) {}
+  explicit Reach(Peers peers, int owner = -1, std::atomic<int> *reached_by = nullptr)
+      : peers_(peers), owner_(owner), reached_by_(reached_by) {}
 
   // Asks which device is current. First of all.
   kvx_status_t begin();
@@ -34,9 +35,10 @@ class Reach {
   }
 
   // Checks that kernels reach the first byte of a tensor, which errors call `name` `field`. Asks
-  // nothing if that byte is among those of a tensor that was checked a little before.
+  // nothing if that byte is among those of a tensor that was checked a little before, or the owner
+  // is known to be the current device.
   kvx_status_t check(const char *name, const char *field, const Extent &tensor);
-  // The same of a tensor of the host, of which pinned memory may hold a part: the last byte too.
+  // The same of a tensor in HOST memory, of which pinned memory may hold a part: the last byte too.
   kvx_status_t check_whole(const char *name, const Extent &tensor);
   // The same of an array whose size is not known.
   kvx_status_t check(const char *name, const char *field, const void *data) {
@@ -55,6 +57,7 @@ class Reach {
   void remember(const Extent &tensor);
 
   const Peers peers_;
+  const int owner_;
   std::atomic<int> *const reached_by_;
   int device_ = 0;
   bool is_kept_ = false;
