@@ -60,33 +60,43 @@ kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device) 
   return place(&named, 1, on_device);
 }
 
-kvx_status_t check_reachable([[maybe_unused]] const char *name, [[maybe_unused]] const void *data) {
+kvx_status_t check_reachable([[maybe_unused]] const NamedArray *arrays,
+                             [[maybe_unused]] size_t count) {
 #if KVX_WITH_CUDA
-  return cuda::check_reachable(name, "", data);
-#else
-  return KVX_STATUS_OK;  // place() has refused DEVICE memory
+  cuda::Reach reach(cuda::Peers::kRefused);
+  KVX_TRY(reach.begin());
+  for (size_t i = 0; i < count; ++i) KVX_TRY(reach.check(arrays[i].name, "", arrays[i].data));
 #endif
+  return KVX_STATUS_OK;  // place() has refused DEVICE memory
 }
+
+#if KVX_WITH_CUDA
+namespace {
+
+kvx_status_t run_on_device(const Plan &plan, const NamedTensor *tensors, size_t count, void *stream,
+                           ReachedBy *reached_by) {
+  cuda::Reach reach(cuda::Peers::kReached, plan.owner, reached_by);
+  KVX_TRY(reach.begin());
+  for (size_t i = 0; i < count && !reach.is_kept(); ++i) {
+    const auto &[name, tensor] = tensors[i];
+    const bool on_host = tensor->memory == KVX_MEMORY_HOST;
+    // Copy engines can copy all host memory, but not fill it.
+    if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
+    const Extent extent = extent_of(*tensor);
+    KVX_TRY(on_host ? reach.check_whole(name, extent) : reach.check(name, ".data", extent));
+  }
+  KVX_TRY(reach.check_owners());
+  return cuda::run(plan, &reach, stream);
+}
+
+}  // namespace
+#endif
 
 kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
                  [[maybe_unused]] size_t count, [[maybe_unused]] bool on_device,
-                 [[maybe_unused]] void *stream) {
+                 [[maybe_unused]] void *stream, [[maybe_unused]] ReachedBy *reached_by) {
 #if KVX_WITH_CUDA
-  if (on_device) {
-    cuda::Owners owners;
-    for (size_t i = 0; i < count; ++i) {
-      const auto &[name, tensor] = tensors[i];
-      const bool on_host = tensor->memory == KVX_MEMORY_HOST;
-      // Copy engines can copy all host memory, but not fill it.
-      if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
-      const Extent extent = extent_of(*tensor);
-      KVX_TRY(cuda::check_reachable(name, ".data", extent.begin, &owners));
-      // Pinned memory may end within a tensor.
-      if (on_host) KVX_TRY(cuda::check_reachable(name, "'s last byte", extent.end - 1, &owners));
-    }
-    KVX_TRY(cuda::check_owners(owners));
-    return cuda::run(plan, stream);
-  }
+  if (on_device) return run_on_device(plan, tensors, count, stream, reached_by);
 #endif
   uint64_t tokens;
   KVX_TRY(check_data(plan, &tokens));

@@ -2,6 +2,8 @@
 // is one.
 #pragma once
 
+#include <atomic>
+
 #include "cpu/float_env.h"
 #include "hybrid/run.h"
 #include "kvx/kvx_blocks.h"
@@ -18,6 +20,17 @@ struct NamedTensor {
   const kvx_tensor_desc_t *tensor;
 };
 
+// An array of a call, and its name in errors.
+struct NamedArray {
+  const char *name;
+  const void *data;
+};
+
+// The device whose kernels reach what a plan keeps, as the last run there has found; kNobody: there
+// was none. Threads may run a plan at the same time.
+using ReachedBy = std::atomic<int>;
+constexpr int kNobody = -1;
+
 namespace backend {
 
 using cpu::StandardFloats;
@@ -29,12 +42,13 @@ kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device);
 // The same for a call whose memory is one field of the argument `name`.
 kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device);
 
-// Checks that kernels of the current device can reach an array, which errors call `name`.
-kvx_status_t check_reachable(const char *name, const void *data);
+// Checks that kernels of the current device can reach arrays.
+kvx_status_t check_reachable(const NamedArray *arrays, size_t count);
 
-// Checks the plan's data as far as the host can read them, then runs the plan.
+// Checks the plan's data as far as the host can read them, then runs the plan. `reached_by`: of a
+// plan that keeps these tensors, scales and secondary pools; a device is asked for them once.
 kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, bool on_device,
-                 void *stream);
+                 void *stream, ReachedBy *reached_by = nullptr);
 
 // Copies `bytes` bytes from srcs[i] to dsts[i] with the device's copy engines; both tables are read
 // before it returns. `*batched`: as one batch.

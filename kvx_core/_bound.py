@@ -84,6 +84,7 @@ class _Binding(ctypes.Structure):
         ("held", _Held * 2),
         ("memory", c_int),
         ("index_memory", c_int),
+        ("owner", c_int),
         ("stream", c_void_p),
         ("ask_stream", py_object),
         ("kept", py_object),
@@ -132,6 +133,7 @@ class Binding:
     index_memory: Memory  # where slots, tables and lengths are read
     stream: _abi.Stream = None
     reads_tensors: bool = True  # False: all tensors are left, since none tells the stream
+    owner: int = -1  # the CUDA device of all tensors in `held`, as torch says; -1: not known
     kept: Any = None  # whatever else the call needs alive
 
 
@@ -214,7 +216,14 @@ def _bind(name: str, binding: Binding, *args: Any, to: str | None = None) -> Cal
     kept = type_, binding, args
     held = (_Held * 2)(*(held.to_c() for held in binding.held if type_))
     struct = _Binding(
-        type_ or _TensorType(), held, binding.memory, binding.index_memory, fixed, ask, kept
+        type_ or _TensorType(),
+        held,
+        binding.memory,
+        binding.index_memory,
+        binding.owner,
+        fixed,
+        ask,
+        kept,
     )
     function = ctypes.cast(getattr(_abi.library(), f"kvx_{name}"), c_void_p)
     bind = getattr(_library(), f"kvx_python_{to or name.partition('_')[0]}")

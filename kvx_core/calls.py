@@ -20,7 +20,7 @@ from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream
 from kvx_core.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.tensor_desc import TensorDesc, describe
-from kvx_core.tensors import TensorLike, is_torch, may_move
+from kvx_core.tensors import TensorLike, is_torch, may_move, owning_device
 from kvx_core.types import Layout, Memory, Transfer
 from kvx_core.words import instance, wrong
 
@@ -250,6 +250,10 @@ def _binding(
     stream: _abi.Stream,
 ) -> _bound.Binding:
     scales = [s.owner for s in _scales(options).values() if may_move(s.owner)]
+    owners = [
+        *(t.owner for t in cache.tensors.values()),
+        *(s.owner for s in _scales(options).values()),
+    ]
     stream = call_stream(stream, cache.k.owner)
     reads_indices_on_host = options.transfer is Transfer.COPY_ENGINE
     return _bound.Binding(
@@ -258,6 +262,7 @@ def _binding(
         index_memory=Memory.HOST if reads_indices_on_host else cache.k.memory,
         stream=stream,
         reads_tensors=stream is not None or cache.k.memory is Memory.HOST,
+        owner=-1 if cache.pool else owning_device(owners),
     )
 
 

@@ -19,7 +19,7 @@ from kvx_core.scales import ScaleDesc
 from kvx_core.streams import call_stream, stream_number
 from kvx_core.tables import SlotMapping
 from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import TensorLike, may_move
+from kvx_core.tensors import TensorLike, may_move, owning_device
 from kvx_core.types import Memory, Transfer
 from kvx_core.words import instance, wrong
 
@@ -70,7 +70,7 @@ class WriteLayersPlan:
         self._call = self._bind()
 
     def _bind(self) -> _bound.Call:
-        owners = []
+        owners: list[Any] = []
         for i, (cache, options) in enumerate(zip(self._caches, self._options, strict=True)):
             require_cache(cache, options)
             for name, tensor in cache.tensors.items():
@@ -79,15 +79,19 @@ class WriteLayersPlan:
             for name, scale in scales.items():
                 if scale is not None and options.find_scales:
                     scale.require_writable(f"{name}[{i}]")
-            owners += [*cache.moving_owners, *(s.owner for s in scales.values() if s is not None)]
+            owners += (tensor.owner for tensor in cache.tensors.values())
+            owners += (scale.owner for scale in scales.values() if scale is not None)
+        pools = [cache.pool for cache in self._caches if cache.pool]
+        of_pools = [owner for pool in pools for owner in pool.owners]
         memory = self._caches[0].k.memory
         on_host = self._options[0].transfer is Transfer.COPY_ENGINE
         binding = _bound.Binding(
-            held=(_bound.Held(list(filter(may_move, owners))),),
+            held=(_bound.Held(list(filter(may_move, [*owners, *of_pools]))),),
             memory=memory,
             index_memory=Memory.HOST if on_host else memory,
             stream=self._stream,
             reads_tensors=self._stream is not None or memory is Memory.HOST,
+            owner=-1 if pools else owning_device(owners),
         )
         return _bound.write_layers(
             binding,

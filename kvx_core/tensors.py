@@ -164,6 +164,13 @@ def may_move(owner: object) -> bool:
     return is_torch(owner) or isinstance(owner, _dlpack.Exported)
 
 
+def owning_device(owners: Sequence[object]) -> int:
+    """The CUDA device that torch has allocated all of these on; -1: there is none, or who knows."""
+    devices = {owner.device if is_torch(owner) else None for owner in owners}
+    device = devices.pop() if len(devices) == 1 else None
+    return device.index if device is not None and device.type == "cuda" else -1
+
+
 def moving_owners(owner: object) -> list[Any]:
     """Those that may move among what keeps memory alive: an owner, or a tuple or list of such."""
     if isinstance(owner, (tuple, list)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import zipfile
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, settings
 # need. OpenMP reads it when torch is imported, here and in every process that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from tests.calls import BACKENDS, Backend
+from tests.calls import BACKENDS, Backend, hostgrid_library
 from tests.native import ROOT, alone, run
 
 # Examples differ from run to run only where somebody asks for it: a failure in CI is one here too.
@@ -130,3 +131,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture
+def machine() -> Iterator[ctypes.CDLL]:
+    """The host grid's library; its machine has one device again afterwards."""
+    library = ctypes.CDLL(hostgrid_library()._name)
+    library.kvx_hostgrid_give.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_bool,
+    )
+    yield library
+    library.kvx_hostgrid_machine(1, False)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,27 +14,13 @@ from torch import Tensor
 
 from kvx_core import UnsupportedError
 from tests.caches import LAYOUTS, Cache, Geometry
-from tests.calls import CPU, HOSTGRID, hostgrid_library
+from tests.calls import CPU, HOSTGRID
 from tests.reference import Half, Packed
 
 GEOMETRY = Geometry(num_blocks=7)
 LENGTHS = torch.tensor([9, 3])
 # Layouts at both ends, for every kernel that copies: blocks, vectors, remap and tile.
 WAYS = [("nhd", "nhd"), ("nhd", "hnd"), ("hnd", "packed8"), ("hnd", "tgi"), ("tgi", "nhd")]
-
-
-@pytest.fixture
-def machine() -> Iterator[ctypes.CDLL]:
-    """The host grid's library; its machine has one device again afterwards."""
-    library = ctypes.CDLL(hostgrid_library()._name)
-    library.kvx_hostgrid_give.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_bool,
-    )
-    yield library
-    library.kvx_hostgrid_machine(1, False)
 
 
 def on_device(machine: ctypes.CDLL, cache: Cache, device: int, *, shared: bool = True) -> Cache:

@@ -48,7 +48,7 @@ def write(
         layer.desc,
         _dense(place, key),
         _dense(place, value),
-        indices(place, SlotMapping.of(slots)),
+        _slots(place, slots),
         k_scale=k_scale,
         v_scale=v_scale,
         find_scales=find_scales,
@@ -61,8 +61,8 @@ def write_layers(
 ) -> Call:
     """All layers in one call. keys, values: (num_layers, num_tokens, num_kv_heads, head_dim)"""
     plan = WriteLayersPlan([layer.desc for layer in layers])
-    described = ([_dense(place, token) for token in half] for half in (keys, values))
-    return partial(plan, *described, indices(place, SlotMapping.of(slots)))
+    given = ([_dense(place, token) for token in half] for half in (keys, values))
+    return partial(plan, *given, _slots(place, slots))
 
 
 def gather(
@@ -109,5 +109,13 @@ def indices(place: Place, desc: Index, transfer: Transfer = Transfer.KERNEL) -> 
     return desc if transfer is Transfer.COPY_ENGINE else place.located(desc)
 
 
-def _dense(place: Place, tokens: Tensor) -> TensorDesc:
-    return place.located(describe(tokens, Layout.BLOCK_CUSTOM))
+# A GPU's tensors are passed as engines pass them, so that C reads them: to describe a tensor takes
+# the host longer than to write it. Where the CPU stands for a GPU, they are described as the GPU's.
+
+
+def _dense(place: Place, tokens: Tensor) -> Tensor | TensorDesc:
+    return tokens if tokens.is_cuda else place.located(describe(tokens, Layout.BLOCK_CUSTOM))
+
+
+def _slots(place: Place, slots: Tensor) -> Tensor | SlotMapping:
+    return slots if slots.is_cuda else indices(place, SlotMapping.of(slots))

@@ -22,10 +22,13 @@ kvx_status_t run_valid(const char *name, const Call &call, uint32_t rows,
   KVX_TRY(backend::place(call.memory, name, &on_device));
   if (!rows) return KVX_STATUS_OK;
   if (!on_device) KVX_TRY(check_hybrid_data(call, (direction == hybrid::Direction::kWrite)...));
+  NamedArray named[HybridArrays::kMost];
+  size_t count = 0;
   for (int i = 0; on_device && i < arrays.count; ++i) {
     const HybridArray &array = arrays.list[i];
-    if (array.data && array.bytes) KVX_TRY(backend::check_reachable(array.name, array.data));
+    if (array.data && array.bytes) named[count++] = {array.name, array.data};
   }
+  if (on_device) KVX_TRY(backend::check_reachable(named, count));
   return backend::run_hybrid(call, direction..., on_device, stream);
 }
 

@@ -65,7 +65,7 @@ struct Migration final : kvx_plan_t {
     const auto &tensors = prepared.tensors;
     const backend::Route route = {prepared.on_device, memory_of(*kept.desc().src),
                                   memory_of(*kept.desc().dst)};
-    return {plan, tensors.begin(), tensors.size(), route, false, *kept.desc().src};
+    return {plan, tensors.begin(), tensors.size(), route, false, *kept.desc().src, reached_by};
   }
 
   const KeptMigration kept;
@@ -96,7 +96,8 @@ struct OneCache final : kvx_plan_t {
     const CallTensors tensors = tensors_of(kept.cache, call);
     backend::Route route = route_of(kept.cache, call);
     KVX_TRY(backend::place(tensors.data(), tensors.size(), &route.on_device));
-    return visit({now, tensors.data(), tensors.size(), route, call.io.num_tokens == 0, span});
+    return visit(
+        {now, tensors.data(), tensors.size(), route, call.io.num_tokens == 0, span, reached_by});
   }
 
   const Kept kept;

@@ -16,6 +16,7 @@ struct Now {
   backend::Route route;
   bool is_empty;           // a write or gather of no tokens, which looks at nothing
   const kvx_span_t &span;  // whose planes these are
+  ReachedBy &reached_by;   // of the plan
 };
 
 // A function that outlives the call it is given to.
@@ -41,6 +42,8 @@ struct kvx_plan_t {
   // Visits what the call does with `lookups`, or NULL for its own. Refuses what a run would refuse
   // before it reads an index.
   virtual kvx_status_t visit(const kvx_plan_lookups_t *lookups, const kvx::Visit &visit) const = 0;
+
+  mutable kvx::ReachedBy reached_by{kvx::kNobody};
 };
 
 namespace kvx {

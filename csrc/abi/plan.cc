@@ -123,7 +123,8 @@ kvx_status_t kvx_plan_run(const kvx_plan_t *plan, const kvx_plan_lookups_t *look
   return kvx::guarded([=] {
     return kvx::visit(plan, lookups, [=](const kvx::Now &now) {
       if (now.is_empty) return KVX_STATUS_OK;
-      return kvx::backend::run(now.plan, now.tensors, now.num_tensors, now.route.on_device, stream);
+      return kvx::backend::run(now.plan, now.tensors, now.num_tensors, now.route.on_device, stream,
+                               &now.reached_by);
     });
   });
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/copy_engine.h"
-#include "cuda/run.h"
+#include "cuda/reach.h"
 #include "cuda/runs.cuh"
 #include "cuda/runtime.h"
 #include "error.h"
@@ -69,12 +69,14 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 kvx_status_t copy_each_pair(const void *const *srcs, void *const *dsts, uint64_t bytes,
                             uint32_t num_pairs, void *stream) {
-  KVX_TRY(check_reachable("srcs", "", srcs));
-  KVX_TRY(check_reachable("dsts", "", dsts));
+  Reach reach(Peers::kRefused);
+  KVX_TRY(reach.begin());
+  KVX_TRY(reach.check("srcs", "", srcs));
+  KVX_TRY(reach.check("dsts", "", dsts));
   uint32_t sms = 0;
   Status *status = nullptr;
-  KVX_TRY(count_sms(&sms));
-  KVX_TRY(device_status(&status));
+  KVX_TRY(count_sms(reach.device(), &sms));
+  KVX_TRY(device_status(reach.device(), &status));
   const auto parts = static_cast<uint32_t>((bytes + kPartBytes - 1) / kPartBytes);
   const auto grid = static_cast<uint32_t>(
       std::min(uint64_t{num_pairs} * parts, uint64_t{sms} * kMostBlocksPerSm));

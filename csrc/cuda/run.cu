@@ -197,10 +197,9 @@ kvx_status_t check_narrow_blocks(const Plan &plan, const PlanePair &pair, uint64
 }
 
 // Besides the tensors, kernels read indices, lengths and scales, and reach into secondary pools.
-kvx_status_t check_indices(const Plan &plan) {
-  Owners owners;
+kvx_status_t check_indices(const Plan &plan, Reach *reach) {
   const auto check = [&](const char *name, const void *data, const char *field = "") {
-    return data ? check_reachable(name, field, data, &owners) : KVX_STATUS_OK;
+    return data ? reach->check(name, field, data) : KVX_STATUS_OK;
   };
   for (const LookupPair &lookup : plan.lookups) {
     const FieldNames names = field_names(plan, lookup);
@@ -213,6 +212,7 @@ kvx_status_t check_indices(const Plan &plan) {
       KVX_TRY(check(at_dst ? names.dst_starts : names.src_starts, a.starts.data));
     }
   }
+  if (reach->is_kept()) return KVX_STATUS_OK;
   for (const PlanePair &pair : plan.pairs) {
     KVX_TRY(check("pool.secondary of the source", pair.src.secondary));
     KVX_TRY(check("pool.secondary of the destination", pair.dst.secondary));
@@ -225,6 +225,7 @@ kvx_status_t check_indices(const Plan &plan) {
     KVX_TRY(check("a scale of the destination", affine->dst.scales.data));
     KVX_TRY(check("a zero point of the destination", affine->dst.zeros.data));
   }
+  reach->keep();
   return KVX_STATUS_OK;
 }
 
@@ -390,8 +391,11 @@ kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Comm
 
 }  // namespace
 
-kvx_status_t run(const Plan &plan, void *stream) {
-  if (plan.copy_engine) return run_copies(plan, stream);
+kvx_status_t run(const Plan &plan, Reach *reach, void *stream) {
+  if (plan.copy_engine) {
+    reach->keep();
+    return run_copies(plan, stream);
+  }
   Common common{};
   if (plan.rows.count == 0 || row_bound(plan, 0) == 0) return KVX_STATUS_OK;
   for (size_t i = 0; i < plan.lookups.size(); ++i) KVX_TRY(check_narrow(plan, row_bound(plan, i)));
@@ -403,12 +407,12 @@ kvx_status_t run(const Plan &plan, void *stream) {
   KVX_TRY(check_split_tokens(plan));
   KVX_TRY(check_groups_to_channels(plan));
   KVX_TRY(check_tensor_scales(plan));
-  KVX_TRY(check_indices(plan));
+  KVX_TRY(check_indices(plan, reach));
   common.zero_fill = plan.zero_fill;
   common.call = plan.call;
   uint32_t sms = 0;
-  KVX_TRY(count_sms(&sms));
-  KVX_TRY(device_status(&common.status));
+  KVX_TRY(count_sms(reach->device(), &sms));
+  KVX_TRY(device_status(reach->device(), &common.status));
 
   Reported reported;
   reported.reserve(plan.lookups.size());

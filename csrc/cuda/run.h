@@ -1,6 +1,7 @@
 // Runs a plan on the device. The rest of the library uses no more of CUDA than this.
 #pragma once
 
+#include "cuda/reach.h"
 #include "kvx/kvx_plan.h"
 #include "plan/plan.h"
 
@@ -9,28 +10,14 @@ namespace kvx::cuda {
 // Whether there is a driver and a device; checked once.
 bool has_device();
 
-// Whose memory the tensors of a call are.
-struct Owners {
-  bool has_current = false;         // some are the current device's
-  const char *peer_name = nullptr;  // the first that is another device's
-  int peer = 0;                     // that device
-};
-
-// Checks that kernels of the current device can reach `data`, which errors call `name` `field`.
-// With `owners`, which it adds to, memory of another device is reached by peer access.
-kvx_status_t check_reachable(const char *name, const char *field, const void *data,
-                             Owners *owners = nullptr);
-
-// Checks that not all device memory of a call is other devices'.
-kvx_status_t check_owners(const Owners &owners);
-
 // Says why there is no device.
 const char *no_device_because();
 
 // Launches the plan's kernels on `stream`. Allocates nothing on the device, waits for nothing and
 // reads nothing there, so that a CUDA graph can capture it. Kernels skip what is out of range in
-// the data and count it for report_status.
-kvx_status_t run(const Plan &plan, void *stream);
+// the data and count it for report_status. `reach` has checked the tensors of the call; this checks
+// what else kernels read.
+kvx_status_t run(const Plan &plan, Reach *reach, void *stream);
 
 // Fills in which kernels move the planes, and in how many launches.
 void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes);

@@ -10,7 +10,6 @@ namespace {
 
 constexpr size_t kBytes = 64 << 20;      // of a copy: more than caches hold of both ends
 constexpr int kCopies = 4, kRounds = 3;  // the best round counts
-constexpr int kMostDevices = 64;
 
 // Lets this thread allocate while another stream is captured.
 class RelaxedCapture {

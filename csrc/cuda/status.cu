@@ -1,3 +1,4 @@
+#include <atomic>
 #include <mutex>
 #include <string>
 
@@ -39,7 +40,15 @@ kvx_status_t address_of(const Status &symbol, Status **address) {
 
 }  // namespace
 
-kvx_status_t device_status(Status **address) { return address_of(status, address); }
+kvx_status_t device_status(int device, Status **address) {
+  static std::atomic<Status *> addresses[kMostDevices];
+  if (device >= kMostDevices) return address_of(status, address);
+  *address = addresses[device].load(std::memory_order_relaxed);
+  if (*address) return KVX_STATUS_OK;
+  KVX_TRY(address_of(status, address));
+  addresses[device].store(*address, std::memory_order_relaxed);
+  return KVX_STATUS_OK;
+}
 
 kvx_status_t report_status(void *stream) {
   static std::mutex taking;

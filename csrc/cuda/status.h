@@ -14,7 +14,9 @@ struct Status {
   Violation first;
 };
 
-// The status of the current device. Allocates nothing: it is a variable of the library's kernels.
-kvx_status_t device_status(Status **status);
+// The status of `device`, which is current; the runtime is asked once for each device. Allocates
+// nothing: it is a variable of the library's kernels, which stays where it is until the device is
+// reset.
+kvx_status_t device_status(int device, Status **status);
 
 }  // namespace kvx::cuda

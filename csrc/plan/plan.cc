@@ -147,6 +147,7 @@ void set_flags(Plan *plan, uint32_t flags) {
   plan->zero_fill = flags & KVX_FLAG_ZERO_FILL;
   plan->background = flags & KVX_FLAG_BACKGROUND;
   plan->copy_engine = flags & KVX_FLAG_COPY_ENGINE;
+  plan->owner = static_cast<int>((flags & KVX_FLAG_OWNER_MASK) >> 24) - 1;
 }
 
 // Whether a token's V vector follows its K vector in memory.

@@ -111,6 +111,7 @@ struct Plan {
   Rows rows{};
   bool zero_fill = false;
   bool background = false, copy_engine = false;  // flags for a device
+  int owner = -1;                // the device that has allocated all but HOST memory; -1: not known
   bool check_same_pool = false;  // both ends share memory: their blocks must be disjoint
 
   Few<LookupPair, 2> lookups;

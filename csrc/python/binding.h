@@ -34,6 +34,7 @@ inline PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
 struct Arguments {
   PyObject *const *args;
   Py_ssize_t num_tensors, num_args;
+  mutable bool are_owned = true;  // those read so far are torch tensors of the bound owner
 
   PyObject *tensor(Py_ssize_t i) const { return args[i]; }
   bool have_stream() const { return num_args > num_tensors; }
@@ -42,6 +43,7 @@ struct Arguments {
   template <class Struct>
   const Struct *described(Py_ssize_t i) const {
     if (!are_described() || is_none(args[num_tensors + 1 + i])) return nullptr;
+    are_owned = false;
     return static_cast<const Struct *>(PyLong_AsVoidPtr(args[num_tensors + 1 + i]));
   }
 };
@@ -52,9 +54,20 @@ struct Binding {
   Held held[2];              // the described torch tensors: of cache and scales, of src and dst
   kvx_memory_type_t memory;  // of keys and values
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
+  int32_t owner;                   // the device of all tensors that are held; -1: not known
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
   PyObject *kept;        // owner of all this; the function keeps it alive
+
+  void note_owner(const Arguments &given, const DLTensor &found) const {
+    given.are_owned &= found.device_type == kDLCUDA && found.device_id == owner;
+  }
+
+  // KVX_FLAG_OWNED_BY if torch has allocated all tensors of the call on one device, else no flag.
+  uint32_t owner_flag(const Arguments &given) const {
+    constexpr int32_t kMost = 254;
+    return given.are_owned && 0 <= owner && owner <= kMost ? KVX_FLAG_OWNED_BY(owner) : 0;
+  }
 
   // Where Python describes tensors, it has checked this itself.
   long moved(const Arguments &given) const {
@@ -71,6 +84,7 @@ struct Binding {
     }
     DLTensor found;
     if (!type.read(given.tensor(i), &found) || !is_in(memory, found)) return false;
+    note_owner(given, found);
     desc->dtype = dtype_of(found);
     desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
     desc->memory = memory;
@@ -85,11 +99,12 @@ struct Binding {
     return is_none(given.tensor(i)) || read(given, i, desc);
   }
 
-  bool read(PyObject *object, int32_t ndim, Indices *indices) const {
+  bool read(const Arguments &given, Py_ssize_t i, int32_t ndim, Indices *indices) const {
     DLTensor found;
-    if (!type.read(object, &found) || !is_in(index_memory, found) || found.ndim != ndim) {
+    if (!type.read(given.tensor(i), &found) || !is_in(index_memory, found) || found.ndim != ndim) {
       return false;
     }
+    note_owner(given, found);
     int64_t size = 1;
     for (int32_t i = ndim - 1; i >= 0; --i) {
       const int64_t extent = found.shape[i];
@@ -108,7 +123,7 @@ struct Binding {
       return true;
     }
     Indices found;
-    if (!read(given.tensor(i), 1, &found)) return false;
+    if (!read(given, i, 1, &found)) return false;
     slots->dtype = found.dtype;
     slots->token_count = found.shape[0];
     slots->slots = found.data;
@@ -121,7 +136,7 @@ struct Binding {
       return true;
     }
     Indices found;
-    if (!read(given.tensor(i), 2, &found)) return false;
+    if (!read(given, i, 2, &found)) return false;
     table->index_dtype = found.dtype;
     table->seq_count = found.shape[0];
     table->max_blocks_per_seq = found.shape[1];
@@ -136,7 +151,7 @@ struct Binding {
       return true;
     }
     Indices found;
-    if (!read(given.tensor(i), 1, &found)) return false;
+    if (!read(given, i, 1, &found)) return false;
     lens->dtype = found.dtype;
     lens->seq_count = found.shape[0];
     lens->lengths = found.data;

@@ -41,7 +41,9 @@ struct Write {
 
     write.io.num_tokens = write.slots.token_count;
     kvx_status_t status;
-    const auto run = [&](void *stream) { return function(cache, &write, options, stream); };
+    auto now = *options;
+    now.flags |= bound.owner_flag(given);
+    const auto run = [&](void *stream) { return function(cache, &write, &now, stream); };
     if (!bound.call(given, bound.is_brief(write.io), &status, run)) return nullptr;
     return PyLong_FromLong(status);
   }
@@ -89,7 +91,9 @@ struct Gather {
     gather.io.num_tokens = static_cast<uint32_t>(num_rows * max_seq_len);
     gather.max_seq_len = static_cast<uint32_t>(max_seq_len);
     kvx_status_t status;
-    const auto run = [&](void *stream) { return function(cache, &gather, options, stream); };
+    auto now = *options;
+    now.flags |= bound.owner_flag(given);
+    const auto run = [&](void *stream) { return function(cache, &gather, &now, stream); };
     if (!bound.call(given, bound.is_brief(gather.io), &status, run)) return nullptr;
     return PyLong_FromLong(status);
   }

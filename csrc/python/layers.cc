@@ -47,8 +47,10 @@ struct WriteLayers {
     if (left) return left_to_python(left);
 
     kvx_status_t status;
+    kvx_write_options_t now = *options;
+    now.flags |= bound.owner_flag(given);
     const auto run = [&](void *stream) {
-      return function(caches, all.get(), num_layers, options, stream);
+      return function(caches, all.get(), num_layers, &now, stream);
     };
     if (!bound.call(given, /*is_brief=*/false, &status, run)) return nullptr;
     return PyLong_FromLong(status);

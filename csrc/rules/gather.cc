@@ -19,8 +19,9 @@ kvx_status_t check_options(const kvx_cache_desc_t &cache, const kvx_gather_optio
   const Path path{nullptr, "options"}, cache_path{nullptr, "cache"};
   KVX_TRY(check_struct(path, &options));
   KVX_TRY(check_reserved_0(path, options.reserved_0));
-  KVX_TRY(check_flags(path, options.flags,
-                      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE));
+  KVX_TRY(check_flags(
+      path, options.flags,
+      KVX_FLAG_ZERO_FILL | KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_OWNER_MASK));
   for (const bool is_v : {false, true}) {
     const kvx_scale_desc_t *const scales = is_v ? options.v_scale : options.k_scale;
     if (!scales) continue;

@@ -41,8 +41,9 @@ kvx_status_t check_write_options(const kvx_write_options_t *options, uint32_t *f
   if (!options) return KVX_STATUS_OK;
   KVX_TRY(check_struct(path, options));
   *flags = options->flags;
-  return check_flags(path, *flags,
-                     KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES);
+  return check_flags(
+      path, *flags,
+      KVX_FLAG_BACKGROUND | KVX_FLAG_COPY_ENGINE | KVX_FLAG_FIND_SCALES | KVX_FLAG_OWNER_MASK);
 }
 
 kvx_status_t check_write(const Path &cache_path, const kvx_cache_desc_t &cache, const Path &path,

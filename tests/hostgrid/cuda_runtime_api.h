@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -74,6 +75,12 @@ inline ErrorText text_of(cudaError_t error) {
 
 inline thread_local cudaError_t last_error = cudaSuccess;
 
+// Calls of functions that KVX makes where it prepares a launch, by all threads so far.
+struct Calls {
+  std::atomic<unsigned> get_device, pointer_attributes, symbol_address, device_attribute;
+};
+inline Calls calls;
+
 inline cudaError_t returned(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
@@ -124,6 +131,7 @@ inline cudaError_t cudaGetDeviceCount(int *count) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int *device) {
+  ++hostgrid::calls.get_device;
   *device = hostgrid::machine.current;
   return cudaSuccess;
 }
@@ -150,6 +158,7 @@ inline cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+  ++hostgrid::calls.device_attribute;
   if (!hostgrid::is_device(device)) return hostgrid::returned(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock:
@@ -308,6 +317,7 @@ struct cudaPointerAttributes {
 };
 
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {
+  ++hostgrid::calls.pointer_attributes;
   *attributes = {};
   attributes->device = hostgrid::machine.current;
   if (const hostgrid::Owned *const owned = hostgrid::owner_of(p)) {
@@ -399,6 +409,7 @@ inline cudaError_t cudaMemcpyBatchAsync(void *const *dsts, const void *const *sr
 
 template <class T>
 cudaError_t cudaGetSymbolAddress(void **p, const T &symbol) {
+  ++hostgrid::calls.symbol_address;
   *p = const_cast<void *>(static_cast<const void *>(&symbol));
   return cudaSuccess;
 }

@@ -534,3 +534,12 @@ extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_give(void *b
                                                                          bool is_shared) {
   hostgrid::machine.owned.push_back({static_cast<char *>(begin), bytes, device, is_shared});
 }
+
+// How often the library has called cudaGetDevice, cudaPointerGetAttributes, cudaGetSymbolAddress
+// and cudaDeviceGetAttribute.
+extern "C" __attribute__((visibility("default"))) void kvx_hostgrid_calls(unsigned counts[4]) {
+  counts[0] = hostgrid::calls.get_device;
+  counts[1] = hostgrid::calls.pointer_attributes;
+  counts[2] = hostgrid::calls.symbol_address;
+  counts[3] = hostgrid::calls.device_attribute;
+}

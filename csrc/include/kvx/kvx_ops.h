@@ -43,6 +43,14 @@ extern "C" {
 #define KVX_FLAG_HADAMARD_V(log2) ((uint32_t)(log2) << 12)
 #define KVX_FLAG_HADAMARD_MASK 0xff00u
 
+/* Writes and gathers: the caller knows that device 0 to 254 has allocated all that the call reads
+ * and writes outside HOST memory: tensors, scales, indices and the secondary pool. Where that
+ * device is current, libkvx does not ask the CUDA runtime about each of them, which takes a
+ * microsecond or two; where another is, it asks and refuses as without the flag. Spec: E.2; since
+ * 1.5 */
+#define KVX_FLAG_OWNED_BY(device) (((uint32_t)(device) + 1) << 24)
+#define KVX_FLAG_OWNER_MASK 0xff000000u
+
 /* ---- Null blocks ---- */
 
 /* The value of null_block_plus_1 for block `id`. The field is 0 if no block is null. Negative table
@@ -54,7 +62,7 @@ extern "C" {
 /* Options of kvx_write_kv_ext. 8 bytes. */
 typedef struct kvx_write_options_t {
   uint32_t size;
-  uint32_t flags; /* KVX_FLAG_BACKGROUND, _COPY_ENGINE, _FIND_SCALES */
+  uint32_t flags; /* KVX_FLAG_BACKGROUND, _COPY_ENGINE, _FIND_SCALES, _OWNED_BY */
 } kvx_write_options_t;
 
 /* kvx_write_kv with options; NULL options are those of kvx_write_kv. */
@@ -69,7 +77,7 @@ KVX_API kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_w
  * size keeps its meaning. */
 typedef struct kvx_gather_options_t {
   uint32_t size;
-  uint32_t flags; /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE */
+  uint32_t flags; /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _OWNED_BY */
   int64_t reserved_0;
   uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
   uint32_t reserved_1;

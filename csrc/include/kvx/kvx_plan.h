@@ -16,6 +16,9 @@
  * key and value of a write or gather as long as calls use them. Their contents may change between
  * calls: every call reads indices, lengths and scales anew.
  *
+ * On a device, the first run there finds out whether kernels reach that memory, and is refused if
+ * not; later runs on this device ask for tables, slots, lengths and starts alone.
+ *
  * A plan never changes. Threads may share it, and run it at the same time if the runs write
  * different memory. kvx_plan_free MUST NOT run at the same time as another call with the plan.
  *
