@@ -14,6 +14,7 @@ FOUND = sections(DATA.read_text())
 TITLES = [section.title for section in FOUND]
 ROWS = [row for section in FOUND for row in section.rows]
 UNSEEN = "not yet measured on a GPU"
+SEEN = "on an H100"
 
 
 @cache
@@ -80,12 +81,13 @@ def test_nothing_is_asked_twice() -> None:
         assert len(set(asked)) == len(asked)
 
 
-def test_what_runs_on_a_gpu_says_that_none_has_run_it() -> None:
+def test_what_runs_on_a_gpu_says_whether_one_has_run_it() -> None:
     """Rows of kernels, launches and devices."""
     word = re.compile(r"kernel\b|launch|on the device|captured graph|memcpy", re.IGNORECASE)
     kernels = [row for row in ROWS if word.search(row.asked)]
     assert kernels
-    assert [row.asked for row in kernels if UNSEEN not in row.note] == []
+    unsaid = [row.asked for row in kernels if UNSEEN not in row.note and SEEN not in row.note]
+    assert unsaid == []
     for row in ROWS:
         assert (
             "GPU" not in row.note
