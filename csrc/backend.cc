@@ -81,7 +81,8 @@ kvx_status_t run_on_device(const Plan &plan, const NamedTensor *tensors, size_t 
     const auto &[name, tensor] = tensors[i];
     const bool on_host = tensor->memory == KVX_MEMORY_HOST;
     // Copy engines can copy all host memory, but not fill it.
-    if (is_absent(*tensor) || (on_host && plan.copy_engine && !plan.zero_fill)) continue;
+    const bool is_known = on_host ? plan.copy_engine && !plan.zero_fill : reach.is_owned();
+    if (is_absent(*tensor) || is_known) continue;
     const Extent extent = extent_of(*tensor);
     KVX_TRY(on_host ? reach.check_whole(name, extent) : reach.check(name, ".data", extent));
   }

@@ -52,7 +52,7 @@ kvx_status_t Reach::begin() {
 }
 
 kvx_status_t Reach::check(const char *name, const char *field, const Extent &tensor) {
-  if (owner_ == device_ || remembers(tensor.begin, tensor.begin)) return KVX_STATUS_OK;
+  if (is_owned() || remembers(tensor.begin, tensor.begin)) return KVX_STATUS_OK;
   KVX_TRY(ask(name, field, tensor.begin));
   remember(tensor);
   return KVX_STATUS_OK;

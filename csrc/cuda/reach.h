@@ -27,6 +27,8 @@ class Reach {
   kvx_status_t begin();
   int device() const { return device_; }
 
+  // Whether all that is not in HOST memory is known to be the current device's.
+  bool is_owned() const { return owner_ == device_; }
   // Whether what the plan keeps has been checked for the current device.
   bool is_kept() const { return is_kept_; }
   // Says that it has been.
