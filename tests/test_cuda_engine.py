@@ -227,7 +227,7 @@ def test_captures_of_a_device_take_turns_in_pinned_memory(device: str, tmp_path:
     assert seen() is None
 
 
-@pytest.mark.parametrize("bad", [None, 0, 9, 17])
+@pytest.mark.parametrize("bad", [None, 9, 17])
 def test_long_prompts_have_large_files(device: str, bad: int | None, tmp_path: Path) -> None:
     """Files of 2 MiB: threads write them, and read some while others are copied to the device."""
     layers, chunk, size, heads, dim = 4, 128, 16, 8, 128

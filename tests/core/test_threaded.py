@@ -145,12 +145,13 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
     in_threads(lambda i: i, range(9), MANY)
     child = os.fork()
     if not child:
-        together = threading.Barrier(4, timeout=30)
+        code = 1
         try:
+            together = threading.Barrier(4, timeout=30)
             in_threads(lambda _: together.wait(), range(4), MANY)
-            os._exit(0)
+            code = 0
         finally:
-            os._exit(1)
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
