@@ -650,6 +650,14 @@ static void test_zeros(void) {
   CHECK(kvx_write_kv_ext(&f.cache, &f.write, &write_options, NULL) == KVX_STATUS_OK);
   CHECK(memcmp(f.k, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
 
+  /* The largest number of a device, which is not current: the call finds out for itself */
+  memset(f.k, kSentinel, 2 * kRow * sizeof(uint16_t));
+  write_options.flags = KVX_FLAG_OWNED_BY(254);
+  CHECK(write_options.flags == KVX_FLAG_OWNER_MASK);
+  options.flags = KVX_FLAG_OWNED_BY(254);
+  CHECK(kvx_write_kv_ext(&f.cache, &f.write, &write_options, NULL) == KVX_STATUS_OK);
+  CHECK(memcmp(f.k, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
+
   CHECK(gather_kv() == KVX_STATUS_OK);
   memcpy(key_out, f.key_out, sizeof(key_out));
   CHECK(memcmp(key_out + kMaxLen * kRow, f.key, 2 * kRow * sizeof(uint16_t)) == 0);
