@@ -27,8 +27,8 @@ __device__ __forceinline__ void wait_for_kernels_before() {
 
 // The same with the addresses of the first loads, which are not NULL: a test for it has the
 // compiler find them before the thread waits.
-__device__ __forceinline__ void wait_for_kernels_before(const uint8_t *&one,
-                                                        const uint8_t *&other) {
+__device__ __forceinline__ void wait_for_kernels_before([[maybe_unused]] const uint8_t *&one,
+                                                        [[maybe_unused]] const uint8_t *&other) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (kDependentLaunches) {
     asm volatile(
