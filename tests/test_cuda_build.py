@@ -35,6 +35,7 @@ MAX_WHEEL_BYTES = 27 << 18  # five architectures, all kernels each, for few pair
 
 # Kernels that move vectors of 16 bytes, by a part of their names.
 WIDE = (
+    "layer_kernel<uint4",
     "vectors_kernel<uint4",
     "blocks_kernel",
     "remap_kernel<uint4",

@@ -27,8 +27,8 @@ __device__ __forceinline__ void wait_for_kernels_before() {
 
 // The same with the addresses of the first loads, which are not NULL: a test for it has the
 // compiler find them before the thread waits.
-__device__ __forceinline__ void wait_for_kernels_before(const uint8_t *&one,
-                                                        const uint8_t *&other) {
+__device__ __forceinline__ void wait_for_kernels_before([[maybe_unused]] const uint8_t *&one,
+                                                        [[maybe_unused]] const uint8_t *&other) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (kDependentLaunches) {
     asm volatile(
@@ -51,7 +51,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 // Whether the code of kernels waits on the current device: code for older devices that the driver
 // has translated does not. All kernels are compiled for the same devices, so one is asked, once.
 inline bool can_start_early(const void *kernel) {
-  constexpr int kDevices = 64;
+  constexpr int kDevices = 64, kLeastDriver = 12030;  // whose graphs have such launches
   enum : uint8_t { kUnknown, kNo, kYes };
   static std::atomic<uint8_t> known[kDevices];
   int device = 0;
@@ -59,9 +59,11 @@ inline bool can_start_early(const void *kernel) {
   uint8_t found = known[device].load(std::memory_order_relaxed);
   if (found == kUnknown) {
     cudaFuncAttributes attributes{};
-    const bool asked = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+    int driver = 0;
+    const bool asked = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+                       cudaDriverGetVersion(&driver) == cudaSuccess;
     if (!asked) cudaGetLastError();  // clear the error, or the launch seems to have failed
-    found = asked && attributes.ptxVersion >= 90 ? kYes : kNo;
+    found = asked && attributes.ptxVersion >= 90 && driver >= kLeastDriver ? kYes : kNo;
     known[device].store(found, std::memory_order_relaxed);
   }
   return found == kYes;

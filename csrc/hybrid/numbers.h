@@ -6,7 +6,6 @@
 #include "formats/scalar.h"
 #include "formats/softmax.h"
 #include "kvx/kvx_hybrid.h"
-#include "plan/lookup.h"
 
 namespace kvx::hybrid {
 
@@ -130,10 +129,14 @@ struct Record {
 };
 KVX_HD Record record_of_slot(const kvx_hybrid_pages_t &p, int64_t slot) {
   if (slot < 0 || slot >= int64_t{p.num_pages} * p.entries_per_page) return {nullptr, nullptr};
-  const Division at = divide_wide(static_cast<uint64_t>(slot), p.entries_per_page);
-  uint8_t *const begin = static_cast<uint8_t *>(p.pages) + at.quotient * p.page_stride;
-  return {begin + uint64_t{at.remainder} * kPageData,
-          begin + uint64_t{p.entries_per_page} * kPageData + uint64_t{at.remainder} * kPageScales};
+  const auto number = static_cast<uint64_t>(slot);
+  const uint64_t page = number <= UINT32_MAX  // which divide several times faster
+                            ? static_cast<uint32_t>(number) / p.entries_per_page
+                            : number / p.entries_per_page;
+  const uint64_t entry = number - page * p.entries_per_page;
+  uint8_t *const begin = static_cast<uint8_t *>(p.pages) + page * p.page_stride;
+  return {begin + entry * kPageData,
+          begin + uint64_t{p.entries_per_page} * kPageData + entry * kPageScales};
 }
 
 }  // namespace kvx::hybrid
