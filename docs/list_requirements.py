@@ -16,8 +16,8 @@ PAGE = ROOT / "docs/requirements.md"
 _HEAD = """# Requirements
 
 What KVX was asked to be, where it is, and the test that shows it. Tests run with `make test`,
-some of them with `make test ARGS=--slow`. What has run on an H100 says so, and what no GPU has run: [kernels.md](kernels.md)
-has how kernels are tested on the CPU.
+some of them with `make test ARGS=--slow`. What has run on an H100 says so, and what no GPU has
+run: [kernels.md](kernels.md) has how kernels are tested.
 """
 
 
