@@ -43,7 +43,8 @@ class LayerGroup:
     """Layers of a cache that hold the same tokens.
 
     layers:      their indices in the model
-    view:        of these layers, a block per sequence of the batch
+    view:        of these layers, a block per sequence of the batch; where the first token is not
+                 token 0, `span` and `section` say which tokens these are
     window:      in tokens; 0 for full attention
     first_token: position of the first token held, of sequences without padding
     num_tokens:  held
@@ -73,7 +74,8 @@ class LayerGroup:
                 f"{self.layers} hold no others"
             )
         starts = [first - self.first_token] * self.view.layers[0].num_blocks
-        return self.view.at(starts=starts, first_positions=self.first_token)
+        view = self.view if self.view.dense else replace(self.view, dense=True)
+        return view.at(starts=starts, first_positions=self.first_token)
 
     def section(self, row: int = 0) -> Section:
         """A sequence of the batch for snapshots, by positions: tokens that a window has left are
@@ -222,5 +224,6 @@ def _group(
 
     # A layer that has left tokens behind is full, so that its count is beyond its room.
     holds = partial(num_held, parts)
-    view = CacheView(described, own, dense=True, outdated=moved_on, holds=holds)
+    first, _ = held  # unless it is 0, token 0 of the view is another one of the sequence
+    view = CacheView(described, own, dense=not first, outdated=moved_on, holds=holds)
     return LayerGroup(layers, view, facts.window or 0, *held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,29 @@ def _changes(saved: Any, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _quantization(saved: Any, config: Any) -> dict[str, Any] | None:
-    """Quantisation done while loading; None if the files say what is quantised."""
-    before, now = (
-        found if isinstance(found, Mapping) else found.to_dict()
-        for found in (getattr(c, "quantization_config", None) or {} for c in (saved, config))
-    )
-    if not now or str(before.get("quant_method")) == str(now.get("quant_method")):
+    """Quantisation done while loading; None if the files say all of it.
+
+    What the files leave open has its default there, and may have been chosen otherwise: dequantize.
+    """
+    said, now = (getattr(c, "quantization_config", None) or {} for c in (saved, config))
+    if said and isinstance(said, Mapping) and not isinstance(now, Mapping):
+        said = type(now).from_dict(dict(said))
+    before, fields = _fields(said), _fields(now)
+    if not fields or before == fields:
         return None
     return {
         "engine": f"transformers {sys.modules['transformers'].__version__}",
-        "config": as_json(now),
+        "config": fields,
     }
+
+
+def _fields(quantization: Any) -> dict[str, Any]:
+    """Those of a quantization_config, a dict or an object of transformers, some of whose `to_dict`
+    leave out what is chosen while loading."""
+    found = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    plain = {name: one.value if isinstance(one, Enum) else one for name, one in found.items()}
+    json: dict[str, Any] = as_json(plain)
+    return json
 
 
 def _rope(model: Any, config: Any, num_tokens: int | None) -> Rope:

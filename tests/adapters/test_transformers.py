@@ -482,8 +482,33 @@ def test_weights_that_are_quantised_when_they_are_loaded(saved: Path) -> None:
     assert found.quantization is not None
     assert found.quantization["config"]["load_in_4bit"] is True
     assert found.fingerprint != plain.fingerprint
+    given = transformers.BitsAndBytesConfig(load_in_4bit=True)  # what transformers makes of it
+    model.config.quantization_config = given
+    assert hf.model_record(model, saved).quantization is not None
     model.config.save_pretrained(saved)  # the files say it themselves
-    assert hf.model_record(model, saved).quantization is None
+    as_saved = hf.model_record(model, saved)
+    assert as_saved.quantization is None
+    model.config.quantization_config = given.to_dict()
+    assert hf.model_record(model, saved) == as_saved
+    model.config.quantization_config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16"
+    )
+    assert hf.model_record(model, saved).fingerprint != as_saved.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["Mxfp4Config", "FineGrainedFP8Config"])
+def test_quantised_files_that_are_dequantised_when_they_are_loaded(saved: Path, kind: str) -> None:
+    """Numbers that are computed from them differ: another fingerprint."""
+    model, config = load(saved), getattr(transformers, kind)
+    model.config.quantization_config = config()
+    model.config.save_pretrained(saved)
+    as_saved = hf.model_record(model, saved)
+    assert as_saved.quantization is None
+    model.config.quantization_config = config(dequantize=True)
+    found = hf.model_record(model, saved)
+    assert found.quantization is not None
+    assert found.quantization["config"]["dequantize"] is True
+    assert found.fingerprint != as_saved.fingerprint
 
 
 def test_angles_that_do_not_depend_on_the_length(saved: Path) -> None:

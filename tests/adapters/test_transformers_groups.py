@@ -21,6 +21,7 @@ from kvx_core import (
     CacheView,
     InvalidArgumentError,
     OutOfRangeError,
+    Section,
     Snapshot,
     UnsupportedError,
     describe,
@@ -170,6 +171,12 @@ def test_what_groups_say(models: dict[str, Any]) -> None:
     assert (full.view.facts.first_layer, full.view.facts.window) == (1, 0)
     for layer, desc in zip((0, 2), windows.view.layers, strict=True):
         assert desc.k.data == cache.layers[layer].keys.data_ptr()
+    ids = prompt(21)[0]
+    assert Snapshot.capture(ids, [Section(full.layers, full.view, None)]) is not None
+    with pytest.raises(InvalidArgumentError, match="neither block_table nor slots"):
+        Snapshot.capture(ids, [Section(windows.layers, windows.view, None)])
+    with pytest.raises(InvalidArgumentError, match="neither block_table nor slots"):
+        migrate(windows.view, windows.view, [WINDOW - 1])
     static = empty("static", like)
     run(like, static, prompt(21))
     group = hf.layer_groups(static, facts(like))[1]
