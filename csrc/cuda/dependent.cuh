@@ -1,6 +1,8 @@
 // Kernels that start while the one before them on the stream ends: a launch costs more than a small
 // kernel takes. Such a kernel reads its parameters and computes addresses, then waits until all
-// before it has ended and what that wrote can be read. From sm_90 on, in captures too.
+// before it has ended and what that wrote can be read. In captures too. On sm_90, where it has run;
+// on sm_120 others have seen captures of such launches fail.
+// Source: SGLang, pull request 18596
 // Source: CUDA C++ Programming Guide 13.0, Programmatic Dependent Launch and Synchronization
 #pragma once
 
@@ -48,8 +50,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 #if defined(__CUDACC__)
 
-// Whether the code of kernels waits on the current device: code for older devices that the driver
-// has translated does not. All kernels are compiled for the same devices, so one is asked, once.
+// Whether kernels start early on the current device: it is an sm_90, and their code waits, as code
+// for older devices that the driver has translated does not. All kernels are compiled for the same
+// devices, so one is asked, once.
 inline bool can_start_early(const void *kernel) {
   constexpr int kDevices = 64, kLeastDriver = 12030;  // whose graphs have such launches
   enum : uint8_t { kUnknown, kNo, kYes };
@@ -63,7 +66,8 @@ inline bool can_start_early(const void *kernel) {
     const bool asked = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
                        cudaDriverGetVersion(&driver) == cudaSuccess;
     if (!asked) cudaGetLastError();  // clear the error, or the launch seems to have failed
-    found = asked && attributes.ptxVersion >= 90 && driver >= kLeastDriver ? kYes : kNo;
+    const bool waits = asked && attributes.ptxVersion >= 90 && attributes.binaryVersion / 10 == 9;
+    found = waits && driver >= kLeastDriver ? kYes : kNo;
     known[device].store(found, std::memory_order_relaxed);
   }
   return found == kYes;

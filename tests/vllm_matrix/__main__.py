@@ -147,8 +147,11 @@ class Matrix:
         self.stock[engine.version] = self.generate(engine, self.prompts)["tokens"]
 
     def describe(self, kv_cache_dtype: str, engine: Engine) -> None:
-        with tempfile.TemporaryDirectory(dir=self.scratch) as model:
-            engine.run(_ROOT / "tests/adapters/live_vllm.py", model, kv_cache_dtype)
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            # The tests, without the packages beside them: KVX is the wheel's.
+            Path(folder, "tests").symlink_to(_ROOT / "tests")
+            command = _ROOT / "tests/adapters/live_vllm.py", Path(folder, "model"), kv_cache_dtype
+            engine.run(*command, env={"PYTHONPATH": folder})
 
     def write(self, engine: Engine) -> None:
         found = self.generate(engine, self.prompts, written_by_kvx=True)
