@@ -105,7 +105,7 @@ def can_join(snapshots: Sequence[Snapshot]) -> bool:
     return all(
         one.room is room
         and one.place is not None
-        and one.place.block is place.block
+        and (one.place.block is place.block or one.place.block == place.block)
         and one.at == first.at + i * place.num_bytes
         and one.header.start == first.header.start + i * room.num_tokens
         and (len(one.tokens) == room.num_tokens or one is snapshots[-1])

@@ -155,8 +155,7 @@ def test_a_cache_of_another_kind_is_refused_untouched(tmp_path: Path) -> None:
 
 def test_a_room_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other prompts, for other blocks: nothing stays of those before."""
-    for name in ("_placed", "_blocks"):  # which other tests have filled, and which would be cleared
-        monkeypatch.setattr(f"kvx_core.snapshot.room.{name}", {})
+    monkeypatch.setattr("kvx_core.snapshot.room._blocks", {})  # some are known, others are not
     room = Room(CHUNK)
     held = caches(5, torch.float32, "BLOCK_NHD")
     into = section(held, "BLOCK_NHD", 0)
