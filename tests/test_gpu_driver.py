@@ -20,7 +20,7 @@ from benchmarks.gpu.tiers import cases
 from benchmarks.gpu.write_combined import WriteCombinedHost
 from kvx_core import Layout, Memory, describe
 
-GPU = cast(Place, SimpleNamespace(device="cuda"))
+GPU = cast(Place, SimpleNamespace(device="cuda", draws="cuda"))
 WRITE_COMBINED = 4
 
 

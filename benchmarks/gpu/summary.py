@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import facts, families, picture, report, warm
+from benchmarks.gpu import ceilings, facts, families, picture, report, warm
 from benchmarks.gpu.schedule import BENCHMARKS
 from benchmarks.gpu.steps import Outcome
 
 REHEARSAL = "Rehearsal without a GPU: its times mean nothing"
+ARCHIVE = "all.tgz"
+_FILES = (
+    *("steps.json", "summary.md", "shares.svg", warm.FILE, ceilings.FILE),
+    *(f"{name}.json" for name in BENCHMARKS),
+)
 
 
 def clear(out: Path) -> None:
     """Makes the folder; removes what an earlier run left there."""
     out.mkdir(parents=True, exist_ok=True)
-    named = ("steps.json", "summary.md", "shares.svg", "log.txt", warm.FILE)
-    for name in (*named, *(f"{name}.json" for name in BENCHMARKS)):
+    shutil.rmtree(out / "logs", ignore_errors=True)
+    for name in (*_FILES, ARCHIVE):
         (out / name).unlink(missing_ok=True)
+
+
+def pack(out: Path) -> None:
+    """All results and logs in one file, which is whole at any time."""
+    new = out / f"{ARCHIVE}.new"
+    with tarfile.open(new, "w:gz") as archive:
+        for name in (*_FILES, "logs"):
+            if (out / name).exists():
+                archive.add(out / name, name)
+    new.replace(out / ARCHIVE)
 
 
 def write(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], *, rehearse: bool) -> None:
@@ -28,7 +45,7 @@ def write(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], *, rehe
     _replace(
         out / "steps.json", json.dumps({**found, "rehearsal": rehearse, "steps": steps}, indent=1)
     )
-    _replace(out / "summary.md", _text(found, outcomes, _results(out), rehearse))
+    _replace(out / "summary.md", _text(out, found, outcomes, rehearse))
     draw(out, found, rehearse=rehearse)
 
 
@@ -54,12 +71,8 @@ def short(out: Path, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _text(
-    found: dict[str, Any],
-    outcomes: Sequence[Outcome],
-    results: Sequence[dict[str, Any]],
-    rehearse: bool,
-) -> str:
+def _text(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], rehearse: bool) -> str:
+    results = _results(out)
     parts = [f"# {_title(found, rehearse)}"]
     if found:
         parts += facts.lines(found)
@@ -69,6 +82,8 @@ def _text(
             parts += [f"## {outcome.name}: {outcome.verdict}", _quoted(outcome)]
     if rows := picture.rows_of(results):
         parts += ["## Families", families.table(rows), "![share of a plain copy](shares.svg)"]
+    if measured := ceilings.table(out):
+        parts += ["## Ceilings", measured]
     for result in results:
         parts += [f"## {result['benchmark']}", report.table(result["results"])]
         parts += [f"{name} is not there: {why}" for name, why in result["absent"].items()]
