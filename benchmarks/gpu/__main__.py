@@ -2,9 +2,9 @@
 
 Builds libkvx for this machine's GPU or takes one that was built (--library, or $KVX_LIBRARY), runs
 the tests on it, measures, and looks for bad memory accesses and races. Needs a Python with torch,
-numpy, pytest, hypothesis and ml_dtypes, and to build nvcc, a C++ compiler, cmake and ninja; installs
-nothing and fetches nothing. A step that fails, hangs, loses the device or cannot start does not keep
-the next from running. What is known is in OUT after each step, and in one file, OUT/all.tgz, after
+numpy, pytest, hypothesis and ml_dtypes; to build, nvcc, a C++ compiler, cmake and ninja. Installs
+nothing and fetches nothing. A step that fails, hangs, loses the device or cannot start does not
+keep the next from running. What is known is in OUT after each step, and packed in OUT/all.tgz after
 each part.
 """
 
@@ -96,7 +96,7 @@ def _run_all(
         left = seconds if end is None else max(end - time.monotonic(), 0)
         names = part[0].part or part[0].name
         print(f"[{i}/{len(parts)}] {names}, at most {min(left, seconds):.0f} s ...", flush=True)
-        together(part, request.out, schedule.jobs(part[0].part, request), end, save)
+        together(part, request.out, schedule.jobs(part[0].part), end, save)
         summary.pack(request.out)
     return [*outcomes.values()]
 

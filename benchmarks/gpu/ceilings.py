@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.ceilings`: what this GPU can do at best, and what a call takes the host.
+"""`python -m benchmarks.gpu.ceilings`: what this GPU can do at best, and a call's host time.
 
 Copies by the runtime and by a kernel, the time of a launch that waits for the one before it, writes
 of few tokens beside that, and the host's time of eager calls. Saved after each line.

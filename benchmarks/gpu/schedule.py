@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu import ROOT, tools
 from benchmarks.gpu.steps import Step
@@ -45,6 +46,7 @@ _NEEDS = {
     **dict.fromkeys(("test_formats", "test_affine", "test_fp4"), ("gguf",)),
     "test_cuda_engine": ("pydantic", "safetensors", "xxhash"),
 }
+_ON_CPU_OR_GPU = ("test_cuda_engine", "test_far_offsets")  # and on no hostgrid
 _MOST_JOBS = 10  # processes that share a GPU
 
 # Odd sizes, where what is out of bounds is not hidden by what is next to it.
@@ -100,22 +102,26 @@ def steps(request: Request) -> Iterator[Step]:
     if request.quick:
         yield _tests(request, "test_conformance", 60)
     else:
-        yield _first_capture(request)
-        yield _background(request)
-        yield from (_tests(request, *item) for item in _TESTS.items())
-        yield _far(request)
-    yield _ceilings(request)
-    yield _peers(request)
-    yield from (_benchmark(request, *item) for item in BENCHMARKS.items())
+        # A process's first call of KVX in a capture, and the one kernel that may hang, alone.
+        graph, flags = "test_cuda_graph", "test_device_flags"
+        yield _tests(request, "first_capture", 30, file=graph, some="first_call")
+        yield _tests(request, "background", 30, file=flags, some="background", hang=10)
+        yield from (_tests(request, *item, part="tests") for item in _TESTS.items())
+        yield _tests(request, "test_far_offsets", 60)
+    what = "what this GPU can do at best, and what a call takes the host"
+    yield _bench(request, "ceilings", what, 50, module="ceilings")
+    what = "first calls of others' kernels, which compile them"
+    yield _bench(request, "peers", what, _PEERS_SECONDS, *_WITH_PEERS, "--warm")
+    for name, seconds in BENCHMARKS.items():
+        yield _bench(request, name, f"times of {name}", seconds, name)
     if not request.quick:
-        tools_ = ("memcheck", "racecheck", "synccheck")
-        yield from (_sanitizer(request, tool) for tool in tools_)
+        yield from (_sanitizer(request, t) for t in ("memcheck", "racecheck", "synccheck"))
     if request.rehearse and request.library is None:
         yield from _building(replace(request, rehearse=False, capability="9.0"), "nvcc", "_nvcc")
 
 
-def jobs(part: str, request: Request) -> int:
-    """How many steps of a part run at a time. Tests on a GPU wait for it, and for Python's imports."""
+def jobs(part: str) -> int:
+    """How many steps of a part run at a time. Tests need no quiet GPU."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(_MOST_JOBS, cores // 2)) if part == "tests" else 3
 
@@ -184,69 +190,35 @@ def _nvcc() -> list[str]:
     return [f"-DCMAKE_CUDA_COMPILER={nvcc}"]
 
 
-def _first_capture(request: Request) -> Step:
-    return Step(
-        "first_capture",
-        "a process's first call of KVX, in the capture of a CUDA graph",
-        _pytest("tests/test_cuda_graph.py", "-k", "first_call"),
-        30,
-        needs=_library(request),
-        tests=True,
-        device_only=request.rehearse,
-    )
+def _tests(
+    request: Request, name: str, seconds: float, *, file: str = "", some: str = "", **options: Any
+) -> Step:
+    """The tests of a file on this backend.
 
-
-def _background(request: Request) -> Step:
-    """By bulk copies, which nothing without a GPU can check: a kernel that hangs shows here."""
-    return Step(
-        "background",
-        "the kernel of BACKGROUND alone",
-        _pytest("tests/test_device_flags.py", "-k", f"{request.backend} and background", hang=10),
-        40 * _slower(request),
-        needs=_library(request),
-        tests=True,
-    )
-
-
-def _tests(request: Request, name: str, seconds: float) -> Step:
-    path = f"tests/{name}" if name == "hybrid_ops" else f"tests/{name}.py"
-    without = [module for module in _NEEDS.get(name, ()) if not tools.has(module)]
-    why = f"{without[0]} cannot be imported: pip install {without[0]}" if without else None
-    backend = request.backend
-    if name.startswith("test_cuda"):  # on a GPU, or as other tests of the file on the CPU
-        backend = "cpu" if request.rehearse and name != "test_cuda_graph" else "cuda"
+    file: where it is not as the step is called
+    some: which of them, in pytest's words
+    """
+    file = file or name
+    path = f"tests/{file}" if file == "hybrid_ops" else f"tests/{file}.py"
+    backend, slower, on_gpu_alone = request.backend, _PATIENCE, False
+    if not request.rehearse:
+        slower = 1
+    elif file == "test_cuda_graph":
+        backend, on_gpu_alone = "cuda", True
+    elif file in _ON_CPU_OR_GPU:
+        backend = "cpu"
+    without = next((module for module in _NEEDS.get(name, ()) if not tools.has(module)), None)
+    hang = options.pop("hang", _HANG_SECONDS)
     return Step(
         name,
-        f"{path} on the GPU",
-        _pytest(path, "-k", backend),
-        seconds * _slower(request),
+        f"{path} on the GPU" + f": {some}" * bool(some),
+        _pytest(path, "-k", f"{backend} and {some}" if some else backend, hang=hang),
+        seconds * slower,
         needs=_library(request),
-        unavailable=why,
+        unavailable=f"{without} cannot be imported: pip install {without}" if without else None,
         tests=True,
-        device_only=request.rehearse and name == "test_cuda_graph",
-        part="tests",
-    )
-
-
-def _far(request: Request) -> Step:
-    return Step(
-        "test_far_offsets",
-        "offsets past 2^32 bytes",
-        _pytest("tests/test_far_offsets.py", "-k", "cpu" if request.rehearse else "cuda"),
-        60 * _slower(request),
-        needs=_library(request),
-        tests=True,
-    )
-
-
-def _ceilings(request: Request) -> Step:
-    return Step(
-        "ceilings",
-        "what this GPU can do at best, and what a call takes the host",
-        _python(request, "benchmarks.gpu.ceilings"),
-        50 * _slower(request),
-        20,
-        needs=_library(request),
+        device_only=on_gpu_alone,
+        **options,
     )
 
 
@@ -280,38 +252,18 @@ def _sanitizer(request: Request, tool: str) -> Step:
     )
 
 
-def _peers(request: Request) -> Step:
-    return Step(
-        "peers",
-        "first calls of others' kernels, which compile them",
-        _bench(request, *_WITH_PEERS, "--warm"),
-        _PEERS_SECONDS * _slower(request),
-        20,
-        needs=_library(request),
-    )
-
-
-def _benchmark(request: Request, name: str, seconds: float) -> Step:
-    return Step(
-        name,
-        f"times of {name}",
-        _bench(request, name),
-        seconds * _slower(request),
-        20,
-        needs=_library(request),
-    )
-
-
-def _bench(request: Request, *arguments: str) -> list[str]:
-    command = _python(request, "benchmarks.gpu.bench", *arguments)
-    command += ["--quick"] * request.quick
-    command += ["--commit", request.commit] if request.commit else []
-    return command
-
-
-def _python(request: Request, module: str, *arguments: str) -> list[str]:
-    command = [sys.executable, "-m", module, *arguments, "--results", str(request.out)]
-    return command + (["--rehearse", "device"] if request.rehearse else [])
+def _bench(
+    request: Request, name: str, does: str, seconds: float, *arguments: str, module: str = "bench"
+) -> Step:
+    """By a module of benchmarks.gpu, which leaves its results itself."""
+    command = [sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments]
+    command += ["--results", str(request.out)]
+    command += ["--rehearse", "device"] if request.rehearse else []
+    if module == "bench":
+        command += ["--quick"] * request.quick
+        command += ["--commit", request.commit] if request.commit else []
+    seconds *= _PATIENCE if request.rehearse else 1
+    return Step(name, does, command, seconds, 20, needs=_library(request))
 
 
 def _pytest(*arguments: str, hang: float = _HANG_SECONDS) -> list[str]:
@@ -324,7 +276,3 @@ def _pytest(*arguments: str, hang: float = _HANG_SECONDS) -> list[str]:
 
 def _library(request: Request) -> tuple[Path, str]:
     return request.libkvx, "the step build" if request.library is None else "whoever named it"
-
-
-def _slower(request: Request) -> int:
-    return _PATIENCE if request.rehearse else 1
