@@ -46,17 +46,8 @@ def write(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], *, rehe
         out / "steps.json", json.dumps({**found, "rehearsal": rehearse, "steps": steps}, indent=1)
     )
     _replace(out / "summary.md", _text(out, found, outcomes, rehearse))
-    draw(out, found, rehearse=rehearse)
-
-
-def draw(out: Path, found: dict[str, Any], *, rehearse: bool) -> Path | None:
-    """Draws shares.svg if there is a result; returns its path."""
-    rows = picture.rows_of(_results(out))
-    if not rows:
-        return None
-    path = out / "shares.svg"
-    _replace(path, picture.draw(rows, _title(found, rehearse)))
-    return path
+    if rows := picture.rows_of(_results(out)):
+        _replace(out / "shares.svg", picture.draw(rows, _title(found, rehearse)))
 
 
 def short(out: Path, outcomes: Sequence[Outcome]) -> str:
