@@ -221,10 +221,8 @@ def test_a_kill_leaves_the_steps_before(
     how: signal.Signals, machine: Bare, hostgrid: Path, tmp_path: Path
 ) -> None:
     """SIGTERM reaches it alone, and it ends its step; SIGKILL its processes as well."""
-    names, left = (
-        ("test_conformance", "test_write_gather"),
-        tmp_path / "logs/test_write_gather.json",
-    )
+    names = ("test_conformance", "test_write_gather")
+    left = tmp_path / "logs" / f"{names[1]}.json"
     options = ("--rehearse", "--library", hostgrid, "--only", *names)
     process = subprocess.Popen(
         [str(part) for part in (machine.python, "-m", "benchmarks.gpu", tmp_path, *options)],

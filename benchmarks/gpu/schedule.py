@@ -20,9 +20,9 @@ _PEERS_SECONDS = 240  # for others' compilers
 # Byte tests by file, side by side, and the seconds that a file may take. They build nothing, and
 # need torch, numpy, hypothesis and ml_dtypes alone.
 _TESTS = {
+    "test_conformance": 60,
     "test_write_gather": 120,
     "test_migrate": 120,
-    "test_conformance": 60,
     "test_device_flags": 90,
     "test_cuda_graph": 60,
     "test_device_status": 60,

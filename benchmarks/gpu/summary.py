@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu import ceilings, facts, families, picture, report, warm
 from benchmarks.gpu.schedule import BENCHMARKS
-from benchmarks.gpu.steps import Outcome
+from benchmarks.gpu.steps import Outcome, log_of
 
 REHEARSAL = "Rehearsal without a GPU: its times mean nothing"
 ARCHIVE = "all.tgz"
@@ -24,7 +23,11 @@ _FILES = (
 def clear(out: Path) -> None:
     """Makes the folder; removes what an earlier run left there."""
     out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / "logs", ignore_errors=True)
+    earlier = out / "steps.json"
+    for step in json.loads(earlier.read_text())["steps"] if earlier.exists() else ():
+        log = log_of(out, step["name"])
+        for path in (log, log.with_suffix(".json")):
+            path.unlink(missing_ok=True)
     for name in (*_FILES, ARCHIVE):
         (out / name).unlink(missing_ok=True)
 
