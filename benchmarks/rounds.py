@@ -10,8 +10,10 @@ import gc
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
+FEWEST_ROUNDS = 5  # for a median
 SPIN_SECONDS = 0.01  # for which torch's threads keep their cores busy after their work has ended
 
 Contestant = Callable[[], float]  # works, and returns the seconds that one call took
@@ -61,11 +63,13 @@ def compete(
     *,
     case: str = "",
     before: Callable[[str], object] = lambda name: None,
+    seconds: float | None = None,
 ) -> Timing:
     """Times every contestant once per round; each round begins with another of them.
 
-    case:   what they do, in words
-    before: called with the contestant's name ahead of every timing, untimed
+    case:    what they do, in words
+    before:  called with the contestant's name ahead of every timing, untimed
+    seconds: no round begins later than this, but for FEWEST_ROUNDS
     """
     names = [name for name in contestants if name not in _left_out]
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -74,8 +78,11 @@ def compete(
         contestants[name]()
     gc.collect()
     gc.disable()
+    end = time.monotonic() + (inf if seconds is None else seconds)
     try:
         for r in range(rounds):
+            if r >= FEWEST_ROUNDS and time.monotonic() > end:
+                break
             for i in range(len(names)):
                 name = names[(r + i) % len(names)]
 

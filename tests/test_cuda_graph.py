@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,6 +28,7 @@ from kvx_core.tables import BlockTable, SeqLens
 from kvx_core.view import CacheSpan
 from tests.calls import BACKENDS
 from tests.hybrid.models import SMALL, Tokens, manager, tokens, weights
+from tests.native import ROOT
 
 pytestmark = pytest.mark.skipif(
     "cuda" not in [backend.name for backend in BACKENDS],
@@ -74,6 +77,27 @@ def dense(layer: Tensor, blocks: Tensor, kv: int) -> Tensor:
 def permuted(count: int, *shape: int) -> Tensor:
     """Different numbers below `count`."""
     return torch.randperm(count, device="cuda")[: torch.Size(shape).numel()].view(shape)
+
+
+def test_the_first_call_of_a_process_may_be_in_a_capture() -> None:
+    """As in an engine whose warm-up took other kernels. Only a new process has a first call."""
+    code = (
+        "import torch\n"
+        "from tests import test_cuda_graph as here\n"
+        "tokens, slots = here.random(2, 6, here.HEADS, here.DIM), torch.arange(6).cuda()\n"
+        "storage = here.random(1, here.BLOCKS, here.SIZE, here.HEADS, 2 * here.DIM)\n"
+        "expected = storage.clone()\n"
+        "expected.view(-1, here.HEADS, 2 * here.DIM)[slots] = torch.cat(tuple(tokens), dim=-1)\n"
+        "(cache,) = here.described(storage)\n"
+        "torch.cuda.synchronize()\n"
+        "graph = torch.cuda.CUDAGraph()\n"
+        "with torch.cuda.graph(graph): here.write_kv(cache, *tokens, slots)\n"
+        "graph.replay()\n"
+        "assert torch.equal(storage, expected)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_write_replayed_with_other_tokens_and_slots(stream: torch.cuda.Stream) -> None:

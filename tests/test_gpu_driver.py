@@ -5,22 +5,25 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from types import SimpleNamespace
+import time
+import warnings
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from benchmarks import hybrid
-from benchmarks.gpu import driver, peers
-from benchmarks.gpu.cases import REHEARSAL
+from benchmarks.gpu import driver, families, peers
+from benchmarks.gpu.cases import REHEARSAL, Case, Named, PlainCopy, run
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.places import Gpu, Place, Rehearsal
 from benchmarks.gpu.tiers import cases
 from benchmarks.gpu.write_combined import WriteCombinedHost
+from benchmarks.rounds import compete, once
 from kvx_core import Layout, Memory, describe
 
-GPU = cast(Place, SimpleNamespace(device="cuda"))
+GPU = cast(Place, SimpleNamespace(device="cuda", draws="cuda"))
 WRITE_COMBINED = 4
 
 
@@ -130,6 +133,61 @@ def test_what_waits_for_the_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch)
     assert modes == ["error", "default"]
     with pytest.raises(AssertionError, match="captured"):
         place.contestant([lambda: None], 1)
+
+
+def test_torchs_warning_of_that_mode_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Synchronization debug mode is a prototype feature and does not yet detect all"
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(said, stacklevel=1)
+    )
+
+    def waits() -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+            Gpu.__new__(Gpu).contestant([waits], 1)
+
+
+def test_a_share_is_of_the_better_plain_copy() -> None:
+    """Of the runtime's and a kernel's; 5 bytes are no whole words."""
+    place, numbers = Rehearsal(Memory.HOST), [torch.arange(8), torch.zeros(8).long()]
+    copy = PlainCopy(place)
+    for num_bytes in (64, 5):
+        for calls in copy.ways(num_bytes, 3).values():
+            copy._room[0].zero_()
+            for call in calls:
+                call()
+            assert (copy._room[0][: 3 * num_bytes] == 1).all()
+            assert not copy._room[0][3 * num_bytes :].any()
+    calls = [lambda: numbers[1].copy_(numbers[0])]
+    case = Case({"kvx": calls, "torch": calls}, [numbers[1]], 64, families.ROWS)
+    row = run(place, Named("some", lambda: case), copy, 3)
+    assert row["failed"] == {}
+    medians = row["median_us"]
+    assert medians["copy"] == min(medians["memcpy"], medians["kernel copy"])
+    assert row["rounds"] == 3
+
+
+def test_slow_contestants_have_fewer_rounds() -> None:
+    slow, quick = once(lambda: time.sleep(0.01)), once(lambda: None)
+    timing = compete({"slow": slow, "quick": quick}, 21, seconds=0.02)
+    assert {len(samples) for samples in timing.samples.values()} == {5}
+    timing = compete({"quick": quick}, 21, seconds=60)
+    assert len(timing.samples["quick"]) == 21
+
+
+def test_lmcache_without_its_kernels_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on by torch, where its extension cannot be imported."""
+    for name in ("lmcache", "lmcache.lmcache_native"):
+        stand_in = ModuleType(name)
+        vars(stand_in).update(device_ops=None, EngineKVFormat=None, TransferDirection=None)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    assert list(peers.find(Rehearsal(Memory.HOST), "migrate").migrators) == ["lmcache"]
+    found = peers.find(GPU, "migrate")
+    assert not found.migrators
+    assert "lmcache.cuda_ops" in found.absent["lmcache"]
 
 
 def test_vllms_cpu_ops_are_not_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,19 @@ import pytest
 
 from benchmarks.gpu import driver, facts, schedule, tools
 from benchmarks.gpu.schedule import Request
-from benchmarks.gpu.steps import FAILED, NOT_THERE, PASSED, TIMED_OUT, Outcome, Step, run
+from benchmarks.gpu.steps import (
+    FAILED,
+    LEFT_OUT,
+    NOT_THERE,
+    PASSED,
+    RUNNING,
+    TIMED_OUT,
+    Outcome,
+    Step,
+    log_of,
+    run,
+    together,
+)
 from tests.native import ROOT
 
 # ---- A step ----
@@ -34,7 +47,7 @@ def step(code: str, **options: Any) -> Step:
 def test_a_step(code: str, verdict: str, said: str, tmp_path: Path) -> None:
     outcome = run(step(code, absent="no such device"), tmp_path)
     assert (outcome.verdict, outcome.said) == (verdict, said)
-    assert said.splitlines()[-1] in (tmp_path / "log.txt").read_text()
+    assert said.splitlines()[-1] in log_of(tmp_path, "step").read_text()
 
 
 def test_a_step_takes_no_more_than_the_time_that_is_left(tmp_path: Path) -> None:
@@ -53,7 +66,7 @@ def test_no_process_of_a_step_outlives_it(code: str, tmp_path: Path) -> None:
         "    print(subprocess.Popen(sleep, **how).pid, flush=True)\n"
     )
     run(step(children + code, seconds=2), tmp_path)
-    pids = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.isdigit()]
+    pids = [line for line in log_of(tmp_path, "step").read_text().splitlines() if line.isdigit()]
     assert len(pids) == 2
     assert not [pid for pid in pids if _lives(pid)]
 
@@ -79,6 +92,30 @@ def test_a_tool_that_is_not_there_is_no_failure(tmp_path: Path) -> None:
     assert not outcome.failed
 
 
+# ---- Steps side by side ----
+
+
+def test_steps_run_side_by_side(tmp_path: Path) -> None:
+    """Two that wait for each other, and one for which no time is left."""
+    wait = (
+        "import sys, time; from pathlib import Path\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "(here / sys.argv[1]).touch()\n"
+        "while not (here / sys.argv[2]).exists(): time.sleep(0.01)\n"
+        "print(sys.argv[1])\n"
+    )
+    names = ("a", "b"), ("b", "a")
+    steps = [Step(own, "", [sys.executable, "-c", wait, own, other], 30) for own, other in names]
+    steps.append(Step("long", "", ["true"], 900, least=900))
+    saved: list[Outcome] = []
+    together(steps, tmp_path, 2, time.monotonic() + 60, saved.append)
+    assert {o.name: (o.verdict, o.said) for o in saved if o.verdict != RUNNING} == {
+        "a": (PASSED, "a"),
+        "b": (PASSED, "b"),
+        "long": (LEFT_OUT, "no time was left for it"),
+    }
+
+
 # ---- A step of tests ----
 
 PASSES = "def test_passes(): pass\n"
@@ -89,10 +126,12 @@ def of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run_tests(text: str, seconds: float = 60, **options: Any) -> Outcome:
+    def run_tests(text: str, seconds: float = 60, hang: float = 60, **options: Any) -> Outcome:
         file = tmp_path / "test_some.py"
         file.write_text(text)
-        command = schedule._pytest("-c", "/dev/null", "--rootdir", str(tmp_path), str(file))
+        command = schedule._pytest(
+            "-c", "/dev/null", "--rootdir", str(tmp_path), str(file), hang=hang
+        )
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
         return run(Step("step", "", command, seconds, tests=True, **options), out)
@@ -115,19 +154,64 @@ def of_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
         (
             PASSES + "def test_hangs(): import time; time.sleep(60)\n",
             TIMED_OUT,
-            "killed after 15 s\n1 passed; in test_some.py::test_hangs",
+            "killed after 8 s\n1 passed; in test_some.py::test_hangs",
         ),
         (
             PASSES + "def test_crashes(): import os; os.abort()\n",
             FAILED,
-            "ended in test_some.py::test_crashes\n1 passed",
+            "test_some.py::test_crashes: it ended the process, or took more than 60 s\n"
+            "1 passed, 1 failed",
         ),
     ],
 )
 def test_a_step_of_tests(of_tests: Any, text: str, verdict: str, said: str) -> None:
-    outcome = of_tests(text, 15 if verdict == TIMED_OUT else 60)
+    outcome = of_tests(text, 8 if verdict == TIMED_OUT else 60)
     assert outcome.verdict == verdict
     assert outcome.said.endswith(said)
+
+
+FAULTS = """
+import os, sys
+from types import SimpleNamespace
+
+class Cuda:
+    lost = False
+    is_initialized = staticmethod(lambda: True)
+    def synchronize(self):
+        if self.lost: raise RuntimeError("CUDA error: an illegal memory access\\nmore")
+
+torch = sys.modules["torch"] = SimpleNamespace(cuda=Cuda())
+
+def test_one(): pass
+def test_fails(): assert 1 == 2
+def test_loses_the_device():
+    torch.cuda.lost = True
+    raise RuntimeError("a launch failed")
+def test_two(): assert not torch.cuda.lost
+def test_ends_the_process(): os.abort()
+def test_three(): pass
+def test_hangs():
+    import time
+    time.sleep(60)
+def test_four(): assert not torch.cuda.lost
+"""
+
+
+def test_a_lost_device_costs_one_test(of_tests: Any) -> None:
+    """As do a test that ends its process and one that hangs: the rest runs in a new process."""
+    outcome = of_tests(FAULTS, hang=1)
+    assert outcome.verdict == FAILED
+    assert outcome.result["counts"] == {"passed": 4, "failed": 4}
+    said = {
+        failure["test"].rpartition("::")[2]: failure["said"]
+        for failure in outcome.result["failures"]
+    }
+    assert said["test_fails"].endswith("assert 1 == 2")
+    assert said["test_loses_the_device"].endswith(
+        "a launch failed\nthe device is lost: CUDA error: an illegal memory access"
+    )
+    for name in ("test_ends_the_process", "test_hangs"):
+        assert said[name] == "it ended the process, or took more than 1 s"
 
 
 def test_tests_that_only_a_gpu_can_run_are_not_there(of_tests: Any) -> None:
@@ -147,6 +231,7 @@ def test_with_a_gpu_libkvx_is_built_for_it(no_tools: Path) -> None:
     for step in steps.values():
         if step.name.startswith("test_") and step.name != "test_cuda_graph":
             assert step.command[-2:] == ["-k", "cuda"]
+            assert step.part == ("" if step.name == "test_far_offsets" else "tests")
     assert steps["memcheck"].unavailable == ("compute-sanitizer is neither on PATH nor beside nvcc")
     assert "--rehearse" not in steps["write"].command
     assert not steps["test_cuda_graph"].device_only
@@ -263,8 +348,10 @@ def test_what_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sanitizers_look_at_kernels_not_at_calls(no_tools: Path) -> None:
     program(no_tools / "empty/compute-sanitizer")
     steps = {s.name: s for s in schedule.steps(Request(no_tools, capability="9.0"))}
-    command = steps["memcheck"].command
-    assert command[command.index("--report-api-errors") + 1] == "no"
+    for name in ("memcheck", "racecheck", "synccheck"):
+        command = steps[name].command
+        assert command[command.index("--report-api-errors") + 1] == "no"
+        assert (command[command.index("--tool") + 1], steps[name].part) == (name, "sanitizers")
 
 
 def test_formats_are_tested_where_gguf_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,4 +7,5 @@ ROOT = Path(__file__).resolve().parents[2]
 # Names the file in which a step leaves what it found, as JSON.
 RESULT_VARIABLE = "KVX_GPU_RESULT"
 
-ENDED = "the end"  # where a run of tests is that has gone through all of them
+# Where a run of tests is that has reached none of them, or gone through all.
+COLLECTION, ENDED = "collection", "the end"

@@ -1,9 +1,11 @@
 """`python3 -m benchmarks.gpu OUT`, which `make gpu` runs: all that needs a GPU, in a few minutes.
 
-Builds libkvx for this machine's GPU, runs the tests on it, measures, and looks for bad memory
-accesses and races. Needs nvcc, a C++ compiler, cmake, ninja, and a Python with torch, numpy,
-pytest, hypothesis and ml_dtypes; installs nothing and fetches nothing. A step that fails, hangs or
-cannot start does not keep the next from running, and what is known is in OUT after each step.
+Builds libkvx for this machine's GPU or takes one that was built (--library, or $KVX_LIBRARY), runs
+the tests on it, measures, and looks for bad memory accesses and races. Needs a Python with torch,
+numpy, pytest, hypothesis and ml_dtypes; to build, nvcc, a C++ compiler, cmake and ninja. Installs
+nothing and fetches nothing. A step that fails, hangs, loses the device or cannot start does not
+keep the next from running. What is known is in OUT after each step, and packed in OUT/all.tgz after
+each part.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +32,7 @@ except ModuleNotFoundError:
 from benchmarks.gpu import ROOT, schedule, summary, tools
 from benchmarks.gpu.facts import command_of
 from benchmarks.gpu.schedule import Request
-from benchmarks.gpu.steps import LEFT_OUT, RUNNING, WAITING, Outcome, Step, run
+from benchmarks.gpu.steps import RUNNING, WAITING, Outcome, Step, log_of, run, together
 
 
 def main() -> None:
@@ -54,7 +57,8 @@ def main() -> None:
     first = run(schedule.machine(command_of("benchmarks.gpu"), request.commit), request.out)
     found = first.result
     first = replace(first, result={}, said=first.said if first.failed else "")
-    print((request.out / "log.txt").read_text().partition("\n$ ")[2].partition("\n")[2], flush=True)
+    log = log_of(request.out, first.name).read_text()
+    print(log.partition("\n$ ")[2].partition("\n")[2], flush=True)
     if not request.rehearse and not found.get("gpu"):
         summary.write(request.out, found, [first], rehearse=False)
         why = first.said if first.failed else "torch sees no GPU here"
@@ -77,24 +81,24 @@ def _run_all(
     request: Request,
     end: float | None,
 ) -> list[Outcome]:
-    """One after the other; a step for which too little time is left is left out."""
-    outcomes = [first, *(Outcome(step.name, WAITING) for step in steps)]
+    """Part after part; a step for which too little time is left is left out."""
+    outcomes = {o.name: o for o in (first, *(Outcome(step.name, WAITING) for step in steps))}
 
-    def save(i: int, outcome: Outcome) -> None:
-        outcomes[i] = outcome
-        summary.write(request.out, found, outcomes, rehearse=request.rehearse)
+    def save(outcome: Outcome) -> None:
+        outcomes[outcome.name] = outcome
+        summary.write(request.out, found, [*outcomes.values()], rehearse=request.rehearse)
+        if outcome.verdict != RUNNING:
+            print(f"      {outcome.name:18} {outcome}", flush=True)
 
-    for i, step in enumerate(steps, 1):
-        left = None if end is None else end - time.monotonic()
-        if left is not None and left < min(step.least, step.seconds):
-            save(i, Outcome(step.name, LEFT_OUT, said="no time was left for it"))
-        else:
-            limit = step.seconds if left is None else min(left, step.seconds)
-            print(f"[{i}/{len(steps)}] {step.name}, at most {limit:.0f} s ...", flush=True)
-            save(i, Outcome(step.name, RUNNING))
-            save(i, run(step, request.out, limit))
-        print(f"      {outcomes[i]}", flush=True)
-    return outcomes
+    parts = [[*of_part] for _, of_part in groupby(steps, lambda step: step.part or step.name)]
+    for i, part in enumerate(parts, 1):
+        seconds = max(step.seconds for step in part)
+        left = seconds if end is None else max(end - time.monotonic(), 0)
+        names = part[0].part or part[0].name
+        print(f"[{i}/{len(parts)}] {names}, at most {min(left, seconds):.0f} s ...", flush=True)
+        together(part, request.out, schedule.jobs(part[0].part), end, save)
+        summary.pack(request.out)
+    return [*outcomes.values()]
 
 
 def _stop(*_: object) -> NoReturn:
@@ -143,7 +147,11 @@ def _options() -> argparse.Namespace:
         "--rehearse", action="store_true", help="the same steps without a GPU: kernels on the CPU"
     )
     parser.add_argument(
-        "--library", type=Path, metavar="PATH", help="test this libkvx.so, and build none"
+        "--library",
+        type=Path,
+        metavar="PATH",
+        default=os.environ.get("KVX_LIBRARY"),
+        help="test this libkvx.so, and build none ($KVX_LIBRARY)",
     )
     parser.add_argument("--commit", help="of this tree, where it has no repository")
     return parser.parse_args()

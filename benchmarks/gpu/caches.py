@@ -72,10 +72,21 @@ _Stored = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 _Layout = Callable[[Shape, int, int, Place], _Stored]
 
 
-def new(layout: str, shape: Shape, num_layers: int, num_blocks: int, place: Place) -> Cache:
-    """A cache of random numbers in one of LAYOUTS."""
+def new(
+    layout: str,
+    shape: Shape,
+    num_layers: int,
+    num_blocks: int,
+    place: Place,
+    *,
+    random: bool = True,
+) -> Cache:
+    """A cache of random numbers, or of zeros, in one of LAYOUTS."""
     storage, layers = LAYOUTS[layout](shape, num_layers, num_blocks, place)
-    storage.copy_(torch.randn(storage.shape, dtype=torch.bfloat16, device=place.device))
+    if random:
+        storage.copy_(torch.randn(storage.shape, dtype=torch.bfloat16, device=place.draws))
+    else:
+        storage.view(torch.uint8).zero_()
     described = []
     for i, (k, v) in enumerate(layers):
         halves = [place.located(describe(*_named(t))) for t in (k, v)]

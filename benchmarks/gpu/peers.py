@@ -157,30 +157,52 @@ _CHUNK = 256
 
 
 def _lmcache(place: Place) -> Migrator:
+    """Its kernels take addresses: of layers in a tensor of the GPU's, of chunks in a list.
+
+    Source: LMCache 0.5.6, lmcache/v1/gpu_connector/gpu_connectors.py and
+    lmcache/v1/multiprocess/object_group_transfer.py, callers of multi_layer_block_kv_transfer
+    """
     native: Any = importlib.import_module("lmcache.lmcache_native")
-    transfer = importlib.import_module("lmcache").device_ops.multi_layer_block_kv_transfer
+    ops = importlib.import_module("lmcache").device_ops
+    if place.device != "cpu":
+        # Where this raises, as beside another torch than it was built for, LMCache itself goes on
+        # without its kernels, and would be no peer.
+        ops = importlib.import_module("lmcache.cuda_ops")
     formats, direction = native.EngineKVFormat, native.TransferDirection
 
     def page_shape(cache: Cache) -> Any:
         shape, k = native.PageBufferShapeDesc(), cache.layers[0].k
         shape.kv_size, shape.nl, shape.nb = 2, len(cache.layers), k.shape[0]
-        shape.bs, shape.nh, shape.hs = k.shape[1], k.shape[2], k.shape[4]
-        shape.element_size, shape.dtype = k.element_size(), k.dtype
+        shape.bs, shape.nh, shape.hs = k.shape[1], k.shape[2], cache.shape.head_dim
+        shape.element_size, shape.dtype, shape.block_stride_elems = k.element_size(), k.dtype, 0
         return shape
 
+    def pages(tensors: Sequence[Tensor]) -> Tensor:
+        starts = [tensor.data_ptr() for tensor in tensors]
+        return torch.tensor(starts, dtype=torch.int64, device=place.device)
+
     def migrator(src: Cache, src_blocks: Tensor, dst: Cache, dst_blocks: Tensor) -> Call:
+        """src: layers of [2, NB, BS, NH, HS]; dst: [NB, NL, 2, NH, BS, HS]"""
         shape, num_tokens = src.shape, src_blocks.numel() * src.shape.block_size
-        chunk = (2, len(src.layers), _CHUNK, shape.num_kv_heads * shape.head_dim)
+        sizes = (2, len(src.layers), _CHUNK, shape.num_kv_heads * shape.head_dim)
         chunks = [
-            torch.empty(chunk, dtype=shape.dtype, device=place.device)
+            torch.empty(sizes, dtype=shape.dtype, device=place.device)
             for _ in range(num_tokens // _CHUNK)
         ]
-        store = (list(src.storage), chunks, src_blocks.view(-1), place.device, direction.D2H)
-        load = (dst.storage, chunks, dst_blocks.view(-1), place.device, direction.H2D)
+        device, transfer = src.storage.device, ops.multi_layer_block_kv_transfer
+        from_, from_blocks, from_shape = (
+            pages(list(src.storage)),
+            src_blocks.view(-1),
+            page_shape(src),
+        )
+        to, to_blocks, to_shape = pages([dst.storage]), dst_blocks.view(-1), page_shape(dst)
 
         def run() -> None:
-            transfer(*store, page_shape(src), _CHUNK, formats.NL_X_TWO_NB_BS_NH_HS, 0)
-            transfer(*load, page_shape(dst), _CHUNK, formats.NB_NL_TWO_NH_BS_HS, 0)
+            there = [chunk.data_ptr() for chunk in chunks]
+            store = (from_, there, from_blocks, device, direction.D2H, from_shape)
+            transfer(*store, _CHUNK, formats.NL_X_TWO_NB_BS_NH_HS, 0)
+            load = (to, there, to_blocks, device, direction.H2D, to_shape)
+            transfer(*load, _CHUNK, formats.NB_NL_TWO_NH_BS_HS, 0)
 
         return run
 

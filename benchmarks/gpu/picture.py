@@ -1,14 +1,8 @@
-"""Draws the shares of a plain copy's speed as an SVG, written as text.
-
-`python -m benchmarks.gpu.picture OUT` draws OUT/shares.svg anew from the JSON files in OUT.
-"""
+"""Draws the shares of a plain copy's speed as an SVG, written as text."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -75,21 +69,3 @@ def rows_of(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for result in results
         for row in result["results"]
     ]
-
-
-def main() -> None:
-    from benchmarks.gpu import summary
-
-    if len(sys.argv) != 2:
-        raise SystemExit("expected one argument, the folder that `python -m benchmarks.gpu` filled")
-    out = Path(sys.argv[1])
-    steps = out / "steps.json"
-    if not steps.exists():
-        raise SystemExit(f"{steps} is not there. Run `python3 -m benchmarks.gpu {out}` first")
-    found = json.loads(steps.read_text())
-    path = summary.draw(out, found, rehearse=found["rehearsal"])
-    print(f"wrote {path}" if path else f"{out} has no results of a benchmark")
-
-
-if __name__ == "__main__":
-    main()

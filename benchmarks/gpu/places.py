@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -22,7 +23,8 @@ _WARM_UP_FLUSHES = 2000  # for about 0.1 s, in which an idle GPU raises its cloc
 class Place(Protocol):
     """A device, and what KVX is told of it."""
 
-    device: str
+    device: str  # of the memory
+    draws: str  # which random numbers for it come from: a CPU would take seconds for them
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory here."""
@@ -43,7 +45,7 @@ class Place(Protocol):
 class Gpu:
     """The current GPU. Everything runs on one stream of its own."""
 
-    device = "cuda"
+    device = draws = "cuda"
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -69,12 +71,12 @@ class Gpu:
         counts. What waits for the GPU cannot be captured, and raises before it is: a capture that
         fails leaves torch's random numbers and its memory unusable for all later cases.
         """
-        torch.cuda.set_sync_debug_mode("error")
+        _raise_on_sync("error")
         try:
             for call in calls:
                 call()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            _raise_on_sync("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             for call in calls:
@@ -95,6 +97,12 @@ class Gpu:
         self._junk.fill_(1)
 
 
+def _raise_on_sync(mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 class Rehearsal:
     """The CPU. Every line but those of Gpu runs; what is timed means nothing.
 
@@ -102,7 +110,7 @@ class Rehearsal:
             CPU (tests/hostgrid)
     """
 
-    device = "cpu"
+    device = draws = "cpu"
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -137,7 +145,7 @@ class PinnedHost:
     device = "cpu"
 
     def __init__(self, place: Place) -> None:
-        self._place = place
+        self._place, self.draws = place, place.draws
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(sizes), dtype=dtype, pin_memory=self._place.device != "cpu")
@@ -158,7 +166,7 @@ class PinnedHost:
 class OtherGpu:
     """A second GPU. What runs on two is timed by the host, until both have ended."""
 
-    device = "cuda:1"
+    device = draws = "cuda:1"
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(sizes), dtype=dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""The steps, the most important ones first, for runs of a few minutes."""
+"""The steps, the most valuable ones first, for runs of a few minutes."""
 
 from __future__ import annotations
 
@@ -7,42 +7,54 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu import ROOT, tools
 from benchmarks.gpu.steps import Step
 
 # And the seconds that they may take.
-BENCHMARKS = {"write": 90, "gather": 60, "migrate": 60, "tiers": 60, "hybrid": 60}
+BENCHMARKS = {"write": 60, "gather": 40, "migrate": 40, "tiers": 40, "hybrid": 40}
 _WITH_PEERS = ("write", "migrate")
 _PEERS_SECONDS = 240  # for others' compilers
 
-# Files of byte tests: they build nothing, and need torch, numpy, hypothesis and ml_dtypes alone.
-_TESTS_BEFORE = {
+# Byte tests by file, side by side, and the seconds that a file may take. They build nothing, and
+# need torch, numpy, hypothesis and ml_dtypes alone.
+_TESTS = {
     "test_conformance": 60,
     "test_write_gather": 120,
     "test_migrate": 120,
+    "test_device_flags": 90,
+    "test_cuda_graph": 60,
     "test_device_status": 60,
-}
-_TESTS_AFTER = {"test_codecs": 120, "test_find_scales": 90, "test_device_flags": 90}
-_TESTS_LAST = {
+    "test_find_scales": 90,
+    "test_codecs": 120,
+    "test_properties": 120,
+    "hybrid_ops": 90,
     "test_write_layers": 60,
     "test_launches": 60,
     "test_pointers": 60,
     "test_ring": 60,
     "test_planes": 60,
     "test_block_copies": 60,
-    "hybrid_ops": 90,
-    "test_properties": 120,
+    "test_cuda_engine": 90,
+    "test_formats": 90,
+    "test_affine": 90,
+    "test_fp4": 60,
 }
-# Kernels of other formats, beside ggml's own package.
-_TESTS_WITH_GGUF = {"test_formats": 90, "test_affine": 90, "test_fp4": 60}
+# Those that need other packages: ggml's own, and what kvx_core's stores and snapshots need.
+_NEEDS = {
+    **dict.fromkeys(("test_formats", "test_affine", "test_fp4"), ("gguf",)),
+    "test_cuda_engine": ("pydantic", "safetensors", "xxhash"),
+}
+_ON_CPU_OR_GPU = ("test_cuda_engine", "test_far_offsets")  # and on no hostgrid
+_MOST_JOBS = 10  # processes that share a GPU
 
 # Odd sizes, where what is out of bounds is not hidden by what is next to it.
-_SANITIZED = "odd or many_layers or head_ranges or token_ranges"
+_SANITIZED = "odd or many_layers or head_ranges or token_ranges or background"
 
 _NO_GPU = "it needs a GPU"
 _PATIENCE = 6  # a CPU that runs kernels takes this much longer at least
-_HANG_SECONDS = 60  # after which a test's stacks are printed
+_HANG_SECONDS = 60.0  # after which a test ends its process, and its stacks are printed
 
 
 @dataclass(frozen=True)
@@ -90,19 +102,28 @@ def steps(request: Request) -> Iterator[Step]:
     if request.quick:
         yield _tests(request, "test_conformance", 60)
     else:
-        yield from (_tests(request, *item) for item in _TESTS_BEFORE.items())
-        yield _graphs(request)
-    yield _peers(request)
-    yield from (_benchmark(request, *item) for item in BENCHMARKS.items())
+        # A process's first call of KVX in a capture, and the one kernel that may hang, alone.
+        graph, flags = "test_cuda_graph", "test_device_flags"
+        yield _tests(request, "first_capture", 30, file=graph, some="first_call")
+        yield _tests(request, "background", 30, file=flags, some="background", hang=10)
+        yield from (_tests(request, *item, part="tests") for item in _TESTS.items())
+        yield _tests(request, "test_far_offsets", 60)
+    what = "what this GPU can do at best, and what a call takes the host"
+    yield _bench(request, "ceilings", what, 50, module="ceilings")
+    what = "first calls of others' kernels, which compile them"
+    yield _bench(request, "peers", what, _PEERS_SECONDS, *_WITH_PEERS, "--warm")
+    for name, seconds in BENCHMARKS.items():
+        yield _bench(request, name, f"times of {name}", seconds, name)
     if not request.quick:
-        yield from (_tests(request, *item) for item in _TESTS_AFTER.items())
-        yield from (_sanitizer(request, tool) for tool in ("memcheck", "racecheck"))
-        yield from (_tests(request, *item) for item in _TESTS_LAST.items())
-        for name, seconds in _TESTS_WITH_GGUF.items():
-            why = None if tools.has("gguf") else "gguf cannot be imported: pip install gguf"
-            yield replace(_tests(request, name, seconds), unavailable=why)
+        yield from (_sanitizer(request, t) for t in ("memcheck", "racecheck", "synccheck"))
     if request.rehearse and request.library is None:
         yield from _building(replace(request, rehearse=False, capability="9.0"), "nvcc", "_nvcc")
+
+
+def jobs(part: str) -> int:
+    """How many steps of a part run at a time. Tests need no quiet GPU."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(_MOST_JOBS, cores // 2)) if part == "tests" else 3
 
 
 def environment(request: Request) -> dict[str, str]:
@@ -169,33 +190,44 @@ def _nvcc() -> list[str]:
     return [f"-DCMAKE_CUDA_COMPILER={nvcc}"]
 
 
-def _tests(request: Request, name: str, seconds: float) -> Step:
-    path = f"tests/{name}" if name == "hybrid_ops" else f"tests/{name}.py"
+def _tests(
+    request: Request, name: str, seconds: float, *, file: str = "", some: str = "", **options: Any
+) -> Step:
+    """The tests of a file on this backend.
+
+    file: where it is not as the step is called
+    some: which of them, in pytest's words
+    """
+    file = file or name
+    path = f"tests/{file}" if file == "hybrid_ops" else f"tests/{file}.py"
+    backend, slower, on_gpu_alone = request.backend, _PATIENCE, False
+    if not request.rehearse:
+        slower = 1
+    elif file == "test_cuda_graph":
+        backend, on_gpu_alone = "cuda", True
+    elif file in _ON_CPU_OR_GPU:
+        backend = "cpu"
+    without = next((module for module in _NEEDS.get(name, ()) if not tools.has(module)), None)
+    hang = options.pop("hang", _HANG_SECONDS)
     return Step(
         name,
-        f"{path} on the GPU",
-        _pytest(path, "-k", request.backend),
-        seconds * _slower(request),
+        f"{path} on the GPU" + f": {some}" * bool(some),
+        _pytest(path, "-k", f"{backend} and {some}" if some else backend, hang=hang),
+        seconds * slower,
         needs=_library(request),
+        unavailable=f"{without} cannot be imported: pip install {without}" if without else None,
         tests=True,
-    )
-
-
-def _graphs(request: Request) -> Step:
-    return Step(
-        "test_cuda_graph",
-        "calls captured in CUDA graphs",
-        _pytest("tests/test_cuda_graph.py"),
-        60,
-        needs=_library(request),
-        tests=True,
-        device_only=request.rehearse,
+        device_only=on_gpu_alone,
+        **options,
     )
 
 
 def _sanitizer(request: Request, tool: str) -> Step:
     program = tools.find_sanitizer()
     some = f"{request.backend} and ({_SANITIZED})"
+    files = [
+        f"tests/{name}.py" for name in ("test_device_flags", "test_write_gather", "test_migrate")
+    ]
     return Step(
         tool,
         "some of the tests under compute-sanitizer",
@@ -204,9 +236,9 @@ def _sanitizer(request: Request, tool: str) -> Step:
             # Calls that torch and the runtime expect to fail, such as a search for a function that
             # the driver does not have, are no faults of kernels.
             *("--report-api-errors", "no"),
-            *_pytest("tests/test_write_gather.py", "tests/test_migrate.py", "-k", some),
+            *_pytest(*files, "-k", some, hang=90),
         ],
-        90,
+        100,
         45,
         needs=_library(request),
         unavailable=_NO_GPU
@@ -216,50 +248,31 @@ def _sanitizer(request: Request, tool: str) -> Step:
         else "compute-sanitizer is neither on PATH nor beside nvcc",
         absent="Device not supported",
         tests=True,
+        part="sanitizers",
     )
 
 
-def _peers(request: Request) -> Step:
-    return Step(
-        "peers",
-        "first calls of others' kernels, which compile them",
-        _bench(request, *_WITH_PEERS, "--warm"),
-        _PEERS_SECONDS * _slower(request),
-        20,
-        needs=_library(request),
-    )
-
-
-def _benchmark(request: Request, name: str, seconds: float) -> Step:
-    return Step(
-        name,
-        f"times of {name}",
-        _bench(request, name),
-        seconds * _slower(request),
-        20,
-        needs=_library(request),
-    )
-
-
-def _bench(request: Request, *arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu.bench", *arguments]
+def _bench(
+    request: Request, name: str, does: str, seconds: float, *arguments: str, module: str = "bench"
+) -> Step:
+    """By a module of benchmarks.gpu, which leaves its results itself."""
+    command = [sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments]
     command += ["--results", str(request.out)]
-    command += ["--quick"] * request.quick
     command += ["--rehearse", "device"] if request.rehearse else []
-    command += ["--commit", request.commit] if request.commit else []
-    return command
+    if module == "bench":
+        command += ["--quick"] * request.quick
+        command += ["--commit", request.commit] if request.commit else []
+    seconds *= _PATIENCE if request.rehearse else 1
+    return Step(name, does, command, seconds, 20, needs=_library(request))
 
 
-def _pytest(*arguments: str) -> list[str]:
+def _pytest(*arguments: str, hang: float = _HANG_SECONDS) -> list[str]:
+    """hang: seconds after which a test counts as failed, and ends its process"""
     options = ["-q", "--tb=short", "--maxfail=20", "-p", "no:cacheprovider"]
-    options += ["-p", "benchmarks.gpu.tally", "-o", "minversion=8"]
-    options += ["-o", f"faulthandler_timeout={_HANG_SECONDS}"]
+    options += ["-p", "benchmarks.gpu.tally", "-o", "minversion=8", "-o", "faulthandler_timeout=0"]
+    options += ["--test-seconds", str(hang)]
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 
 def _library(request: Request) -> tuple[Path, str]:
     return request.libkvx, "the step build" if request.library is None else "whoever named it"
-
-
-def _slower(request: Request) -> int:
-    return _PATIENCE if request.rehearse else 1

@@ -1,4 +1,4 @@
-"""Commands with a time limit, one after the other."""
+"""Commands with a time limit, one after the other or side by side."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
-from benchmarks.gpu import ENDED, RESULT_VARIABLE, ROOT
+from benchmarks.gpu import COLLECTION, ENDED, RESULT_VARIABLE, ROOT
 
 PASSED, FAILED, TIMED_OUT = "passed", "failed", "timed out"
 NOT_THERE = "not there"  # it needs a tool or a device that this machine has not
@@ -23,6 +26,7 @@ RUNNING, WAITING = "running", "not reached"
 
 _MARK = "KVX_GPU_STEP"  # in the environment of all processes of a step
 _TAIL = 15  # lines of a failure that are shown
+_TRIES = 6  # of a run of tests: each but the first begins behind a test that ended the process
 _GRACE = 10.0  # seconds for killed processes to end; one that a driver holds may not
 
 
@@ -37,6 +41,7 @@ class Step:
     absent:      what a tool prints that cannot work on this machine
     tests:       it is a run of tests, of which one at least has to pass
     device_only: its tests are skipped where there is no GPU, and that is no failure
+    part:        neighbours of the same part run side by side; "": it runs alone
     """
 
     name: str
@@ -49,6 +54,7 @@ class Step:
     absent: str | None = None
     tests: bool = False
     device_only: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,45 +76,34 @@ class Outcome:
 
 
 def run(step: Step, out: Path, seconds: float | None = None) -> Outcome:
-    """Runs it to its end or its limit. What it prints goes straight to out/log.txt.
+    """Runs it to its end or its limit. What it prints goes straight to a file: log_of.
 
     seconds: less than the step's own limit, where less time is left
-    No process that the step started outlives it.
+    A run of tests that ends in the midst of one, as with a lost device, goes on behind it in a new
+    process. No process that the step started outlives it.
     """
     if step.unavailable:
         return Outcome(step.name, NOT_THERE, said=step.unavailable)
     if step.needs and not step.needs[0].exists():
         path, maker = step.needs
         return Outcome(step.name, FAILED, said=_said(f"{path} is not there: {maker} makes it"))
-    left_by_step = out / "running.json"
-    left_by_step.unlink(missing_ok=True)
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    environment = {**os.environ, _MARK: mark, RESULT_VARIABLE: str(left_by_step)}
+    log, left = log_of(out, step.name), log_of(out, step.name).with_suffix(".json")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for path in (log, left):
+        path.unlink(missing_ok=True)
+    limit = step.seconds if seconds is None else min(seconds, step.seconds)
     begin = time.monotonic()
-    limit = min(step.seconds, seconds or step.seconds)
-    with (out / "log.txt").open("ab") as log:
-        log.write(f"\n$ {shlex.join(step.command)}\n".encode())
-        log.flush()
-        start = log.tell()
-        code: int | None = None
+    for _ in range(_TRIES):
         try:
-            process = subprocess.Popen(
-                step.command, cwd=ROOT, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            code, start = _execute(step, log, left, begin + limit)
         except OSError as error:
             return Outcome(step.name, FAILED, said=f"it cannot start: {error}")
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=limit)
-        finally:
-            process.kill()
-            _kill_all(mark)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_GRACE)
+        result = _left_in(left)
+        inside = result.get("running", ENDED) not in (COLLECTION, ENDED)
+        if not step.tests or code is None or not inside or begin + limit - time.monotonic() < 5:
+            break
     took = round(time.monotonic() - begin, 1)
-    output = _from(out / "log.txt", start)
-    result = _taken(left_by_step)
+    output = _from(log, start)
     verdict = TIMED_OUT if code is None else FAILED if code else PASSED
     said = _shown(output, verdict)
     if verdict == FAILED and step.absent and step.absent in output:
@@ -120,6 +115,76 @@ def run(step: Step, out: Path, seconds: float | None = None) -> Outcome:
     return Outcome(step.name, verdict, took, said, result)
 
 
+def together(
+    steps: Sequence[Step],
+    out: Path,
+    jobs: int,
+    end: float | None,
+    save: Callable[[Outcome], object],
+) -> None:
+    """Runs steps side by side, `jobs` at a time, until `end` of time.monotonic().
+
+    save: gets an Outcome when a step begins, and one when it ends, one call at a time
+    An exception in this thread, as by a signal, ends all of them; those have no outcome then.
+    """
+    lock, stopped = Lock(), Event()
+
+    def tell(outcome: Outcome) -> None:
+        with lock:
+            if not stopped.is_set():
+                save(outcome)
+
+    def one(step: Step) -> None:
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left < min(step.least, step.seconds):
+            tell(Outcome(step.name, LEFT_OUT, said="no time was left for it"))
+        elif not stopped.is_set():
+            tell(Outcome(step.name, RUNNING))
+            tell(run(step, out, left))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, step) for step in steps]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                _kill_all(f"{os.getpid()}-")
+                time.sleep(0.05)
+            raise
+
+
+def log_of(out: Path, name: str) -> Path:
+    """What a step printed; beside it, as JSON, what it left."""
+    return out / "logs" / f"{name}.txt"
+
+
+def _execute(step: Step, log: Path, left: Path, end: float) -> tuple[int | None, int]:
+    """Its exit status, None past `end`; where in the log its output begins. May raise OSError."""
+    mark = f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
+    environment = {**os.environ, _MARK: mark, RESULT_VARIABLE: str(left)}
+    code: int | None = None
+    with log.open("ab") as file:
+        file.write(f"\n$ {shlex.join(step.command)}\n".encode())
+        file.flush()
+        start = file.tell()
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=max(end - time.monotonic(), 0))
+        finally:
+            process.kill()
+            _kill_all(mark)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_GRACE)
+    return code, start
+
+
 def _judged(step: Step, verdict: str, said: str, result: dict[str, Any]) -> tuple[str, str]:
     """A verdict on tests, which do not pass by running none, and its sentence."""
     if not result:
@@ -127,14 +192,15 @@ def _judged(step: Step, verdict: str, said: str, result: dict[str, Any]) -> tupl
     counts = ", ".join(f"{n} {what}" for what, n in result["counts"].items())
     if verdict == TIMED_OUT:
         return verdict, f"{counts or 'none ended'}; in {result['running']}"
-    if verdict == PASSED and not result["counts"].get("passed"):
+    has_failed = {"failed", "errors"} & result["counts"].keys()  # maybe before it went on
+    if verdict == PASSED and not has_failed:
+        if result["counts"].get("passed"):
+            return PASSED, counts
         return (NOT_THERE if step.device_only else FAILED), counts or "no test ran"
-    if verdict == PASSED:
-        return verdict, counts
     lines = [f"{f['test']}: {f['said'].splitlines()[-1]}" for f in result["failures"][:_TAIL]]
     if result["running"] != ENDED:
         lines.append(f"ended in {result['running']}")
-    return verdict, "\n".join([*(lines or [said]), counts or "no test ran"])
+    return FAILED, "\n".join([*(lines or [said]), counts or "no test ran"])
 
 
 def _shown(output: str, verdict: str) -> str:
@@ -153,13 +219,12 @@ def _from(path: Path, start: int) -> str:
         return log.read().decode(errors="replace")
 
 
-def _taken(path: Path) -> dict[str, Any]:
-    """What a step has left there, whole or not; the file goes."""
+def _left_in(path: Path) -> dict[str, Any]:
+    """What a step has left there, whole or not."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    path.unlink()
     return found if isinstance(found, dict) else {}
 
 
@@ -174,10 +239,10 @@ def _kill_all(mark: str) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes with this mark in their environment; those that have ended show none."""
-    entry = f"{_MARK}={mark}".encode()
+    """Processes whose mark begins so, by their environment; those that have ended show none."""
+    entry = b"\0" + f"{_MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             with suppress(OSError):
-                if entry in (folder / "environ").read_bytes().split(b"\0"):
+                if entry in b"\0" + (folder / "environ").read_bytes():
                     yield int(folder.name)

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import facts, families, picture, report, warm
+from benchmarks.gpu import ceilings, facts, families, picture, report, warm
 from benchmarks.gpu.schedule import BENCHMARKS
-from benchmarks.gpu.steps import Outcome
+from benchmarks.gpu.steps import Outcome, log_of
 
 REHEARSAL = "Rehearsal without a GPU: its times mean nothing"
+ARCHIVE = "all.tgz"
+_FILES = (
+    *("steps.json", "summary.md", "shares.svg", warm.FILE, ceilings.FILE),
+    *(f"{name}.json" for name in BENCHMARKS),
+)
 
 
 def clear(out: Path) -> None:
     """Makes the folder; removes what an earlier run left there."""
     out.mkdir(parents=True, exist_ok=True)
-    named = ("steps.json", "summary.md", "shares.svg", "log.txt", warm.FILE)
-    for name in (*named, *(f"{name}.json" for name in BENCHMARKS)):
+    earlier = out / "steps.json"
+    for step in json.loads(earlier.read_text())["steps"] if earlier.exists() else ():
+        log = log_of(out, step["name"])
+        for path in (log, log.with_suffix(".json")):
+            path.unlink(missing_ok=True)
+    for name in (*_FILES, ARCHIVE):
         (out / name).unlink(missing_ok=True)
+
+
+def pack(out: Path) -> None:
+    """All results and logs in one file, which is whole at any time."""
+    new = out / f"{ARCHIVE}.new"
+    with tarfile.open(new, "w:gz") as archive:
+        for name in (*_FILES, "logs"):
+            if (out / name).exists():
+                archive.add(out / name, name)
+    new.replace(out / ARCHIVE)
 
 
 def write(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], *, rehearse: bool) -> None:
@@ -28,18 +48,9 @@ def write(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], *, rehe
     _replace(
         out / "steps.json", json.dumps({**found, "rehearsal": rehearse, "steps": steps}, indent=1)
     )
-    _replace(out / "summary.md", _text(found, outcomes, _results(out), rehearse))
-    draw(out, found, rehearse=rehearse)
-
-
-def draw(out: Path, found: dict[str, Any], *, rehearse: bool) -> Path | None:
-    """Draws shares.svg if there is a result; returns its path."""
-    rows = picture.rows_of(_results(out))
-    if not rows:
-        return None
-    path = out / "shares.svg"
-    _replace(path, picture.draw(rows, _title(found, rehearse)))
-    return path
+    _replace(out / "summary.md", _text(out, found, outcomes, rehearse))
+    if rows := picture.rows_of(_results(out)):
+        _replace(out / "shares.svg", picture.draw(rows, _title(found, rehearse)))
 
 
 def short(out: Path, outcomes: Sequence[Outcome]) -> str:
@@ -54,12 +65,8 @@ def short(out: Path, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _text(
-    found: dict[str, Any],
-    outcomes: Sequence[Outcome],
-    results: Sequence[dict[str, Any]],
-    rehearse: bool,
-) -> str:
+def _text(out: Path, found: dict[str, Any], outcomes: Sequence[Outcome], rehearse: bool) -> str:
+    results = _results(out)
     parts = [f"# {_title(found, rehearse)}"]
     if found:
         parts += facts.lines(found)
@@ -69,6 +76,8 @@ def _text(
             parts += [f"## {outcome.name}: {outcome.verdict}", _quoted(outcome)]
     if rows := picture.rows_of(results):
         parts += ["## Families", families.table(rows), "![share of a plain copy](shares.svg)"]
+    if measured := ceilings.table(out):
+        parts += ["## Ceilings", measured]
     for result in results:
         parts += [f"## {result['benchmark']}", report.table(result["results"])]
         parts += [f"{name} is not there: {why}" for name, why in result["absent"].items()]

@@ -78,7 +78,7 @@ def _two_gpus(place: Place, size: Size) -> Case:
 
 
 def _end(place: Place, size: Size, *, shuffled: bool) -> End:
-    num_blocks = size.num_tokens(BASE) // size.num_layers // BASE.block_size
+    num_blocks = max(size.num_tokens(BASE) // size.num_layers // BASE.block_size // 4, 1)
     cache = new(_LAYOUT, BASE, size.num_layers, num_blocks, place)
     blocks = random_blocks(num_blocks, place) if shuffled else torch.arange(num_blocks)
     return End(cache, blocks.to(place.device), shuffled)
