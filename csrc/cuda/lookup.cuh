@@ -25,22 +25,16 @@ __device__ __forceinline__ Pair this_pair(const P &p) {
   return {p.bases_of(index), lookup, p.is_v[index], reports, p.plane_of(index)};
 }
 
-__device__ __forceinline__ void report(Status *status, Call call, LookupMode src, LookupMode dst,
-                                       const Violation &violation) {
-  atomicAdd(&status->count, 1ull);
-  if (atomicCAS(&status->claimed, 0u, 1u) != 0) return;
-  status->call = call;
-  status->src = src;
-  status->dst = dst;
-  status->first = violation;
-  __threadfence();
-  atomicExch(&status->ready, 1u);
-}
-
 __device__ __forceinline__ void report(const Common &p, uint8_t lookup,
                                        const Violation &violation) {
-  const auto &[src, dst] = p.lookups[lookup];
-  report(p.status, p.call, src.mode, dst.mode, violation);
+  atomicAdd(&p.status->count, 1ull);
+  if (atomicCAS(&p.status->claimed, 0u, 1u) != 0) return;
+  p.status->call = p.call;
+  p.status->src = p.lookups[lookup].src.mode;
+  p.status->dst = p.lookups[lookup].dst.mode;
+  p.status->first = violation;
+  __threadfence();
+  atomicExch(&p.status->ready, 1u);
 }
 
 // Tokens [begin, end) of a row, of which those from `stored` on have no source. `flat` is the

@@ -75,7 +75,15 @@ __device__ __forceinline__ void report_slot(const Layer &p, uint32_t token, int6
   found.index = token;
   found.value = slot;
   found.limit = p.num_slots;
-  report(p.status, p.call, p.src_mode, LookupMode::kSlots, found);
+  // As `report` does of `Common`, which this kernel has not.
+  atomicAdd(&p.status->count, 1ull);
+  if (atomicCAS(&p.status->claimed, 0u, 1u) != 0) return;
+  p.status->call = p.call;
+  p.status->src = p.src_mode;
+  p.status->dst = LookupMode::kSlots;
+  p.status->first = found;
+  __threadfence();
+  atomicExch(&p.status->ready, 1u);
 }
 
 // The slot, S32 or S64, and the vectors are loaded together: as `load` has a condition, the

@@ -63,7 +63,7 @@ def stored_config(
         raise InvalidArgumentError(
             f"chunk_tokens is {chunk_tokens}, expected at most {MOST_CHUNK_TOKENS}"
         )
-    if requested is None and otherwise < MIN_CHUNK_TOKENS:
+    if requested is None and 0 < otherwise < MIN_CHUNK_TOKENS:
         raise InvalidArgumentError(
             f"new_chunk_tokens is {otherwise}, expected at least {MIN_CHUNK_TOKENS}. Ask for fewer "
             "by chunk_tokens, wherever the store is opened"
