@@ -59,11 +59,12 @@ class Finder:
         is_whole: only entries that lack nothing, also where windows may have left them
         """
         key = key_of(parent, ids) if key is None else key
-        seen = self.kinds.all
-        found = self._longest(parent, ids, at_least, key, is_whole)
-        if (found.shared < len(ids) or found.lacking) and self._has_other_kinds(seen):
+        while True:
+            seen = self.kinds.all
             found = self._longest(parent, ids, at_least, key, is_whole)
-        return found
+            is_all = found.shared == len(ids) and not found.lacking
+            if is_all or not self._has_other_kinds(seen):
+                return found
 
     def ends(self, parent: str, ids: Ids, *, is_near: bool, since: int) -> Iterator[int]:
         """How many first tokens of `ids` are asked for states, the most first: all of them, `since`
@@ -87,16 +88,20 @@ class Finder:
         key: of `ids`, if it is known
         """
         key = key_of(parent, ids) if key is None else key
-        seen = self.kinds.all
-        found, _ = self._files(self.kinds.states, key, len(ids), 1)
-        if not found and self._has_other_kinds(seen):
+        while True:
+            seen = self.kinds.all
             found, _ = self._files(self.kinds.states, key, len(ids), 1)
-        return found
+            if found or not self._has_other_kinds(seen):
+                return found
 
     def _has_other_kinds(self, seen: tuple[Kind, ...]) -> bool:
-        """Whether there are other kinds than the caller has asked for. Those that have been listed
-        just now count as all, unless there was none.
+        """Whether there are other kinds than the caller has asked for.
+
+        Those that have been listed just now count as all, unless there was none. Another thread may
+        have listed them while the caller asked for those that it had found until then.
         """
+        if self.kinds.all != seen:
+            return True
         if isinstance(self.entries, Known):
             if not self.kinds.listed_within(self.entries.index.fresh_seconds):
                 raise Unknown

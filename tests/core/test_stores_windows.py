@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from threading import Event, Thread, current_thread
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -123,6 +124,41 @@ def test_an_entry_that_lacks_windows_hides_no_shorter_one(chunk: int) -> None:
     assert store_of(blobs, WINDOWS).lookup(shorter).num_tokens == first + 3
     match = store_of(blobs, WINDOWS).lookup(TOKENS)
     assert match.num_tokens == first + 3
+
+
+class ListedMeanwhile(InMemory):
+    """A thread that lists kinds has one of them while another asks for a file, and then all."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__()
+        self.files = files
+        self.lister = Thread(target=lambda: None)
+        self._num_records, self._is_asked, self.has_one = 0, Event(), Event()
+
+    def open(self, name: str) -> BinaryIO | None:
+        if current_thread() is self.lister:
+            self._num_records += "/kinds/" in name
+            if self._num_records == 2:
+                self.has_one.set()
+                assert self._is_asked.wait(60)
+        elif "/kinds/" not in name and name.endswith(".safetensors"):
+            self._is_asked.set()
+            self.lister.join(60)
+        return super().open(name)
+
+
+def test_kinds_that_another_thread_lists_meanwhile() -> None:
+    _, saved_blobs, _ = saved(1)
+    blobs = ListedMeanwhile(saved_blobs.files)
+    store = store_of(blobs, WINDOWS)
+    store.index.fresh_seconds = 3600.0
+    blobs.lister = Thread(target=store.kinds.refresh)
+    blobs.lister.start()
+    assert blobs.has_one.wait(60)
+    assert len(store.kinds.all) == 1
+    prompt = TOKENS[: CHUNK + 2]  # which its windows reach as a whole
+    assert store.lookup(prompt).num_tokens == len(prompt)
+    assert len(store.kinds.all) == len(GROUPS)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
