@@ -13,12 +13,20 @@ from typing import Any
 import torch
 
 import kvx_core
-import kvx_core.torch_ops  # registers torch.ops.kvx
+import kvx_core.ops.torch_ops  # registers torch.ops.kvx
 from benchmarks import native
 from benchmarks.cases import check
 from benchmarks.pools import Pool, Shape, one_layer, random_numbers
 from benchmarks.rounds import Contestant, batched, compete
-from kvx_core import CacheFacts, CacheView, GatherPlan, Layout, SlotMapping, WritePlan, _abi
+from kvx_core import (
+    CacheFacts,
+    CacheView,
+    GatherPlan,
+    Layout,
+    SlotMapping,
+    WritePlan,
+)
+from kvx_core._c import abi
 
 _FLOOR = "5 x data_ptr()"
 _IN_C = "kvx_write_kv in C"
@@ -71,8 +79,8 @@ def run(rounds: int) -> list[dict[str, Any]]:
     all_src, all_dst = (CacheView((p.desc(),) * 32, CacheFacts()).at(table) for p in (pool, other))
     ops, first = torch.ops.kvx, table[0, :1] * shape.block_size
     k_rows, v_rows = (t.view(shape.num_tokens, *t.shape[2:]) for t in pool.tensors)
-    write = _abi.kvx_write_desc_t(
-        io=_abi.kvx_kv_io_desc_t(
+    write = abi.kvx_write_desc_t(
+        io=abi.kvx_kv_io_desc_t(
             key=kvx_core.describe(key, Layout.BLOCK_CUSTOM).to_c(),
             value=kvx_core.describe(value, Layout.BLOCK_CUSTOM).to_c(),
             num_tokens=1,

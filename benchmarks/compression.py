@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.cases import row
 from benchmarks.rounds import Contestant, Goal, compete, once
-from kvx_core import _abi, _abi_lossless, _abi_turboquant
+from kvx_core._c import abi, abi_lossless, abi_turboquant
 from kvx_core.encodings import lossless, turboquant
 
 _VERSUS = ("memcpy", "2 GB/s")
@@ -42,11 +42,11 @@ def _lossless(name: str, numbers: Tensor, rounds: int, only: str) -> list[dict[s
     into = torch.empty_like(numbers)
     lossless.decode(encoded, into=into)
     assert torch.equal(into, numbers), name
-    room = torch.empty(_abi_lossless.bound(numbers.numel()), dtype=torch.uint8)
+    room = torch.empty(abi_lossless.bound(numbers.numel()), dtype=torch.uint8)
 
     def encode() -> object:
         to = room.data_ptr(), room.numel()
-        return _abi_lossless.encode(*to, numbers.data_ptr(), numbers.numel(), 2)
+        return abi_lossless.encode(*to, numbers.data_ptr(), numbers.numel(), 2)
 
     def decode() -> object:
         return lossless.decode(encoded, into=into)
@@ -69,12 +69,12 @@ def _units(bits: int, vectors: Tensor, rounds: int, only: str) -> list[dict[str,
     units = turboquant.encode(vectors, bits)
     decoded = turboquant.decode(units, 128, bits)
     assert float(((decoded - vectors) ** 2).sum() / (vectors**2).sum()) < 0.13
-    lib = _abi_turboquant.functions()
+    lib = abi_turboquant.functions()
     coded, plain = (units.data_ptr(), units.shape[1]), (vectors.data_ptr(), 128)
     unit = len(vectors), 128, bits, 0
     ways = {
-        "encode": lambda: _abi.check(lib.kvx_turboquant_encode(*coded, *plain, *unit)),
-        "decode": lambda: _abi.check(
+        "encode": lambda: abi.check(lib.kvx_turboquant_encode(*coded, *plain, *unit)),
+        "decode": lambda: abi.check(
             lib.kvx_turboquant_decode(decoded.data_ptr(), 128, *coded, *unit)
         ),
     }
@@ -86,12 +86,12 @@ def _slots(preset: str, pairs: Tensor, rounds: int, only: str) -> list[dict[str,
     keys, values = pairs
     slots = turboquant.encode_slots(keys, values, preset)
     read = torch.empty_like(pairs)
-    lib = _abi_turboquant.functions()
+    lib = abi_turboquant.functions()
     coded, plain = (slots.data_ptr(), slots.shape[1]), (keys.data_ptr(), values.data_ptr(), 128)
     slot = len(keys), 128, turboquant.SLOTS.index(preset)
     ways = {
-        "encode": lambda: _abi.check(lib.kvx_turboquant_encode_slots(*coded, *plain, *slot)),
-        "decode": lambda: _abi.check(
+        "encode": lambda: abi.check(lib.kvx_turboquant_encode_slots(*coded, *plain, *slot)),
+        "decode": lambda: abi.check(
             lib.kvx_turboquant_decode_slots(
                 read[0].data_ptr(), read[1].data_ptr(), 128, *coded, *slot
             )

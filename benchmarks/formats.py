@@ -21,7 +21,7 @@ from benchmarks.cases import check, row
 from benchmarks.pools import random_numbers
 from benchmarks.rounds import Goal, compete, once
 from kvx_core import CacheDesc, CacheFacts, CacheView, DType, Layout, Plan, describe
-from kvx_core.view import CacheSpan
+from kvx_core.desc.view import CacheSpan
 
 FORMATS = (
     DType.Q8_0,

@@ -22,7 +22,14 @@ from benchmarks import native, report
 from benchmarks.cases import check, row
 from benchmarks.pools import PACK, Pool, Shape, random_numbers, random_table
 from benchmarks.rounds import SPIN_SECONDS, Contestant, Goal, batched, compete, repeated
-from kvx_core import Layout, SeqLens, SlotMapping, WritePlan, _abi, describe
+from kvx_core import (
+    Layout,
+    SeqLens,
+    SlotMapping,
+    WritePlan,
+    describe,
+)
+from kvx_core._c import abi
 
 _KIB = 1 << 10
 _GOALS = (Goal("rows", 1.0),)
@@ -106,8 +113,8 @@ def _write(shape: Shape, num_tokens: int) -> InCache:
     slots = random_table(shape.num_tokens, 1)[:num_tokens].clone()
     cache = pool.desc()
     key_c, value_c = (describe(t, Layout.BLOCK_CUSTOM).to_c() for t in (key, value))
-    write = _abi.kvx_write_desc_t(
-        io=_abi.kvx_kv_io_desc_t(
+    write = abi.kvx_write_desc_t(
+        io=abi.kvx_kv_io_desc_t(
             key=key_c,
             value=value_c,
             num_tokens=num_tokens,
@@ -145,7 +152,7 @@ def _paged(shape: Shape, src_layout: str, dst_layout: str) -> InCache:
     src_table, dst_table = (random_table(shape.num_blocks, seed) for seed in (1, 2))
     src_end, dst_end = src.view().at(src_table[None]), dst.view().at(dst_table[None])
     lens = SeqLens.of([shape.num_tokens])
-    migrate = _abi.kvx_migrate_desc_t(
+    migrate = abi.kvx_migrate_desc_t(
         seq_lens=ctypes.pointer(lens.to_c()),
         src=ctypes.pointer(src_end.to_c()),
         dst=ctypes.pointer(dst_end.to_c()),

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 import kvx_core
-import kvx_core.torch_ops  # registers torch.ops.kvx
+import kvx_core.ops.torch_ops  # registers torch.ops.kvx
 from benchmarks import native
 from benchmarks.rounds import batched, compete
-from kvx_core import CacheDesc, Layout, SlotMapping, WriteLayersPlan, WritePlan, _abi, describe
+from kvx_core import (
+    CacheDesc,
+    Layout,
+    SlotMapping,
+    WriteLayersPlan,
+    WritePlan,
+    describe,
+)
+from kvx_core._c import abi
 
 _LAYERS, _BLOCKS, _SIZE, _HEADS, _DIM = 32, 64, 16, 8, 128
 _SLOT = 37
@@ -107,9 +115,9 @@ def _timed(statement: str, names: dict[str, Any]) -> Callable[[int], float]:
     return lambda repeats: timer.timeit(repeats) / repeats
 
 
-def _write(key: Tensor, value: Tensor, slots: Tensor) -> _abi.kvx_write_desc_t:
-    return _abi.kvx_write_desc_t(
-        io=_abi.kvx_kv_io_desc_t(
+def _write(key: Tensor, value: Tensor, slots: Tensor) -> abi.kvx_write_desc_t:
+    return abi.kvx_write_desc_t(
+        io=abi.kvx_kv_io_desc_t(
             key=describe(key, Layout.BLOCK_CUSTOM).to_c(),
             value=describe(value, Layout.BLOCK_CUSTOM).to_c(),
             num_tokens=1,

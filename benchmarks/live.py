@@ -22,7 +22,7 @@ import torch
 
 from kvx_adapters.cli.engines import live
 from kvx_core import migrate
-from kvx_core.live import LiveMigration, LiveReport
+from kvx_core.ops.live import LiveMigration, LiveReport
 from tests.engines import tiny_model
 
 PAIRS = (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
+from kvx_core._c import abi
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SOURCE = _ROOT / "benchmarks" / "native.c"
@@ -169,13 +169,13 @@ def timed(function: str, *structs: ctypes.Structure) -> Callable[[int], float]:
     function: "write", "gather" or "migrate"
     structs:  its C structs. The caller keeps alive what their pointers point to
     """
-    address = ctypes.cast(getattr(_abi.library(), f"kvx_{function}_kv"), ctypes.c_void_p)
+    address = ctypes.cast(getattr(abi.library(), f"kvx_{function}_kv"), ctypes.c_void_p)
     bench = getattr(library(), f"bench_{function}")
 
     def call(repeats: int) -> float:
         seconds: float = bench(address, *map(ctypes.addressof, structs), repeats)
         if seconds < 0:
-            raise RuntimeError(_abi.library().kvx_last_error().decode())
+            raise RuntimeError(abi.library().kvx_last_error().decode())
         return seconds
 
     return call
@@ -189,15 +189,15 @@ def timed_layers(
     function: of libkvx; bench: of native.c, which calls it
     caches, writes: C structs, one of each layer
     """
-    address = ctypes.cast(getattr(_abi.library(), function), ctypes.c_void_p)
-    to_caches = _abi.pointer_array(caches, _abi.kvx_cache_desc_t)
-    to_writes = _abi.pointer_array(writes, _abi.kvx_write_desc_t)
+    address = ctypes.cast(getattr(abi.library(), function), ctypes.c_void_p)
+    to_caches = abi.pointer_array(caches, abi.kvx_cache_desc_t)
+    to_writes = abi.pointer_array(writes, abi.kvx_write_desc_t)
 
     def call(repeats: int) -> float:
         layers = len(to_caches)
         seconds: float = getattr(library(), bench)(address, to_caches, to_writes, layers, repeats)
         if seconds < 0:
-            raise RuntimeError(_abi.library().kvx_last_error().decode())
+            raise RuntimeError(abi.library().kvx_last_error().decode())
         return seconds
 
     return call

@@ -34,8 +34,8 @@ from kvx_core import (
     describe,
     migrate,
 )
+from kvx_core.desc.tables import BlockTable
 from kvx_core.snapshot import MemoryPool, Precision, Section
-from kvx_core.tables import BlockTable
 
 _BLOCK, _CHUNK, _DIM = 16, 128, 128
 MODELS = {"32 layers, 8 heads": (32, 8, 2048), "4 layers, 2 heads": (4, 2, 8192)}

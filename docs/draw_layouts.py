@@ -19,7 +19,7 @@ from torch import Tensor
 
 from docs.drawing import both_schemes
 from kvx_core import CacheDesc, CacheView, Layout, TensorDesc
-from kvx_core.layouts import axes
+from kvx_core.desc.layouts import axes
 from tests.engines import ENGINES, Engine, Sizes
 
 FOLDER = Path(__file__).parent / "layouts"

@@ -32,7 +32,7 @@ from kvx_core import (
     SeqLens,
     describe,
 )
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
 
 _LAYOUTS = {"NHD": Layout.BLOCK_NHD, "HND": Layout.BLOCK_HND}
 

@@ -26,7 +26,8 @@ from kvx_core import (
     TensorLike,
     UnsupportedError,
 )
-from kvx_core.block_copies import (
+from kvx_core.argument_checks import flag, integer, wrong
+from kvx_core.blocks.copies import (
     BACKENDS,
     backend_number,
     copy_operational,
@@ -37,7 +38,7 @@ from kvx_core.block_copies import (
     memcpy_batch,
     vectorized_copy,
 )
-from kvx_core.blocks import (
+from kvx_core.blocks.layouts import (
     MixedDtypesError,
     Tensors,
     operational_planes,
@@ -47,8 +48,7 @@ from kvx_core.blocks import (
     universal_planes,
     universal_tensors,
 )
-from kvx_core.migrate import copy_tokens
-from kvx_core.words import flag, integer, wrong
+from kvx_core.ops.migrate import copy_tokens
 
 __all__ = [
     "block_to_operational",

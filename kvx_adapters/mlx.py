@@ -40,7 +40,7 @@ from kvx_core import (
     borrow,
     describe,
 )
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
 
 _PLAIN = ("KVCache", "ChunkedKVCache", "RotatingKVCache", "BatchKVCache")
 _KINDS = (*_PLAIN, "QuantizedKVCache")

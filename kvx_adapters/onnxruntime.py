@@ -28,7 +28,7 @@ from kvx_core import (
     UnsupportedError,
     describe,
 )
-from kvx_core.words import flag, integer
+from kvx_core.argument_checks import flag, integer
 
 # Source: onnxruntime 1.31.1 core/framework/data_types.cc
 _DTYPES = {

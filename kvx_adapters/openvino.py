@@ -43,8 +43,8 @@ from kvx_core import (
     UnsupportedError,
     describe,
 )
-from kvx_core.tensors import borrow
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
+from kvx_core.desc.tensors import borrow
 
 _DTYPES = {
     "f32": DType.F32,

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvx_core import _abi
-from kvx_core.c_files import include_dir, library_path
-from kvx_core.cache import CacheDesc, PoolDesc
-from kvx_core.content_digest import content_digest
+from kvx_core._c import abi
+from kvx_core._c.c_files import include_dir, library_path
+from kvx_core.argument_checks import flag, integer
+from kvx_core.desc.cache import CacheDesc, PoolDesc
+from kvx_core.desc.facts import CacheFacts, Comparison, ReorderRotary, compare
+from kvx_core.desc.planes import Plane
+from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
+from kvx_core.desc.tensor_desc import TensorDesc, describe
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrow
+from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import (
     FactsMismatchError,
     IncompatibleError,
@@ -26,22 +33,18 @@ from kvx_core.errors import (
     UnsupportedError,
     not_installed,
 )
-from kvx_core.facts import CacheFacts, Comparison, ReorderRotary, compare
-from kvx_core.layer_writes import WriteLayersPlan, write_layers
-from kvx_core.migrate import migrate
-from kvx_core.migrate_plan import MigratePlan
-from kvx_core.model_files import model_files_digest
-from kvx_core.model_record import ModelRecord
-from kvx_core.ops import device_status, gather_kv, write_kv
-from kvx_core.plan import Plan
-from kvx_core.plan_info import PlanInfo
-from kvx_core.planes import Plane
-from kvx_core.rotate_keys import rotate_keys
-from kvx_core.scales import ScaleDesc
-from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
-from kvx_core.tensor_desc import TensorDesc, describe
-from kvx_core.tensors import Borrowed, TensorLike, borrow
-from kvx_core.token_plans import GatherPlan, WritePlan
+from kvx_core.model.content_digest import content_digest
+from kvx_core.model.files import model_files_digest
+from kvx_core.model.record import ModelRecord
+from kvx_core.ops.layer_writes import WriteLayersPlan, write_layers
+from kvx_core.ops.migrate import migrate
+from kvx_core.ops.migrate_plan import MigratePlan
+from kvx_core.ops.plan import Plan
+from kvx_core.ops.plan_info import PlanInfo
+from kvx_core.ops.rotate_keys import rotate_keys
+from kvx_core.ops.token_plans import GatherPlan, WritePlan
+from kvx_core.ops.verify import Difference, Verification, verify
+from kvx_core.ops.write_gather import device_status, gather_kv, write_kv
 from kvx_core.types import (
     Axis,
     DType,
@@ -52,30 +55,27 @@ from kvx_core.types import (
     Status,
     Transfer,
 )
-from kvx_core.verify import Difference, Verification, verify
-from kvx_core.view import CacheSpan, CacheView
-from kvx_core.words import flag, integer
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvx_core.append_op import kvcache_append
-    from kvx_core.geometry import CacheGeometry
+    from kvx_core.caches.kv import KvCacheStore, KvCacheStoreLike, KvMemoryReport, KvStorage
+    from kvx_core.caches.packed import CachedAttention, PackedKVCache, packed_view
+    from kvx_core.desc.geometry import CacheGeometry
+    from kvx_core.ops.append_op import kvcache_append
     from kvx_core.snapshot import PlaneKind, Precision, Section, Snapshot, StoreError
     from kvx_core.stores import BlobStore, Directory, Match, PrefixStore, StoredSpan
-    from kvx_core.stores.kv import KvCacheStore, KvCacheStoreLike, KvMemoryReport, KvStorage
-    from kvx_core.stores.packed import CachedAttention, PackedKVCache, packed_view
 else:
     # Imported at first use: only these need pydantic, safetensors or torch.
     _LATER = {
-        "CacheGeometry": "kvx_core.geometry",
-        "kvcache_append": "kvx_core.append_op",
+        "CacheGeometry": "kvx_core.desc.geometry",
+        "kvcache_append": "kvx_core.ops.append_op",
         **dict.fromkeys(
-            ("CachedAttention", "PackedKVCache", "packed_view"), "kvx_core.stores.packed"
+            ("CachedAttention", "PackedKVCache", "packed_view"), "kvx_core.caches.packed"
         ),
         **dict.fromkeys(
             ("KvCacheStore", "KvCacheStoreLike", "KvMemoryReport", "KvStorage"),
-            "kvx_core.stores.kv",
+            "kvx_core.caches.kv",
         ),
         **dict.fromkeys(
             ("PlaneKind", "Precision", "Section", "Snapshot", "StoreError"), "kvx_core.snapshot"
@@ -110,8 +110,8 @@ class BackendInfo:
 
 def backend_info() -> BackendInfo:
     """What this libkvx and this machine offer."""
-    info = _abi.kvx_backend_info_t()
-    _abi.check(_abi.library().kvx_backend_info(info))
+    info = abi.kvx_backend_info_t()
+    abi.check(abi.library().kvx_backend_info(info))
     return BackendInfo(
         version=info.version.decode(),
         has_cuda=bool(info.has_cuda),
@@ -129,7 +129,7 @@ def set_num_threads(num_threads: int) -> None:
     num_threads: 1: the caller alone; 0: the default, $KVX_NUM_THREADS or the process's cores
     Raises InvalidArgumentError.
     """
-    _abi.check(_abi.library().kvx_set_num_threads(integer("num_threads", num_threads)))
+    abi.check(abi.library().kvx_set_num_threads(integer("num_threads", num_threads)))
 
 
 def use_openmp(enable: bool = True) -> bool:
@@ -139,8 +139,8 @@ def use_openmp(enable: bool = True) -> bool:
     sharing. Uses as many as OpenMP gives this thread now: torch.get_num_threads(). Returns whether
     they are used; False if this process has no OpenMP runtime.
     """
-    threads = _abi.openmp() if flag("enable", enable) else None
-    _abi.check(_abi.library().kvx_set_host_threads(*(threads or (None, 0))))
+    threads = abi.openmp() if flag("enable", enable) else None
+    abi.check(abi.library().kvx_set_host_threads(*(threads or (None, 0))))
     return threads is not None
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Self
 
+from kvx_core.argument_checks import wrong
 from kvx_core.errors import Status
 from kvx_core.formats import DType
-from kvx_core.words import wrong
 
 __all__ = [
     "DType",

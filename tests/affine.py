@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, DType, Layout, ScaleDesc, describe
-from kvx_core.view import CacheSpan
+from kvx_core.desc.view import CacheSpan
 
 F32 = torch.float32
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import _abi, _abi_blocks
+from kvx_core._c import abi, abi_blocks
 from kvx_core.types import Memory
 from tests.block_layouts import Dims, filled, filled_stack, stack
 from tests.calls import Backend
@@ -44,11 +44,11 @@ class Blocks:
     def chunks(self) -> list[Tensor]:
         return [chunk for block in self.stack for chunk in block]
 
-    def sizes(self, **changed: int) -> _abi_blocks.kvx_blocks_t:
+    def sizes(self, **changed: int) -> abi_blocks.kvx_blocks_t:
         d = self.dims
         usual = {"nb": d.nb, "nl": d.nl, "no": d.no, "nt": d.nt, "nh": d.nh, "hd": d.hd}
         usual |= {"memory": self.on.memory, "itemsize": 2, "alignment": 2}
-        return _abi_blocks.kvx_blocks_t(**(usual | changed))
+        return abi_blocks.kvx_blocks_t(**(usual | changed))
 
 
 U16 = torch.float16
@@ -56,7 +56,7 @@ U16 = torch.float16
 
 def run(on: Backend, function: str, *arguments: Any, stream: int | None = None) -> None:
     """Makes the call and waits for it. Structs by reference, tensors by their address there."""
-    library = _abi_blocks.declare(on.library())
+    library = abi_blocks.declare(on.library())
     given = [on.address(a) if isinstance(a, Tensor) else a for a in arguments]
     if on.mirror is not None:
         on.mirror.upload()
@@ -64,6 +64,6 @@ def run(on: Backend, function: str, *arguments: Any, stream: int | None = None) 
     status = getattr(library, function)(*given, stream)
     if on.mirror is not None:
         on.mirror.download()
-    _abi.check(status, library)
+    abi.check(status, library)
     if on.memory != Memory.HOST:
-        _abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)
+        abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import CacheDesc, CacheSpan, Plane, ScaleDesc, SeqLens, _abi
-from kvx_core.tables import BlockTableFormat
+from kvx_core import (
+    CacheDesc,
+    CacheSpan,
+    Plane,
+    ScaleDesc,
+    SeqLens,
+)
+from kvx_core._c import abi
+from kvx_core.desc.tables import BlockTableFormat
 from kvx_core.types import DType, Layout, Memory, Transfer
 from tests import native
 from tests.caches import Cache
@@ -99,7 +106,7 @@ class Backend:
 
     name: str
     memory: Memory
-    library: Callable[[], Any] = _abi.library
+    library: Callable[[], Any] = abi.library
     mirror: Mirror | None = None
     stream: int | None = None  # without a mirror, which has its own
 
@@ -109,8 +116,8 @@ class Backend:
         return self.memory == Memory.HOST
 
     def has_kernels(self) -> bool:
-        info = _abi.kvx_backend_info_t()
-        _abi.check(self.library().kvx_backend_info(info))
+        info = abi.kvx_backend_info_t()
+        abi.check(self.library().kvx_backend_info(info))
         return bool(info.has_cuda)
 
     def address(self, tensor: Tensor) -> int:
@@ -121,20 +128,20 @@ class Backend:
 
     def tensor(self, tensor: Tensor | None, layout: Layout = Layout.BLOCK_CUSTOM) -> Any:
         if tensor is None:
-            return _abi.kvx_tensor_desc_t()
-        return _abi.kvx_tensor_desc_t(
+            return abi.kvx_tensor_desc_t()
+        return abi.kvx_tensor_desc_t(
             dtype=DTYPE[tensor.dtype],
             layout=layout,
             memory=self.memory,
             ndim=tensor.ndim,
-            shape=_abi.dims(tensor.shape),
-            stride=_abi.dims(tensor.stride()),
+            shape=abi.dims(tensor.shape),
+            stride=abi.dims(tensor.stride()),
             data=self.address(tensor),
         )
 
     def layer(self, layer: Layer, bytes_per_block: int = 0) -> Any:
         k, v = layer.k, layer.v
-        desc = _abi.kvx_cache_desc_t(
+        desc = abi.kvx_cache_desc_t(
             num_blocks=k.num_blocks,
             block_size=k.block_size,
             num_kv_heads=k.num_kv_heads,
@@ -143,7 +150,7 @@ class Backend:
             v=self.tensor(None) if v is None else self.tensor(v.tensor, v.layout),
         )
         if bytes_per_block:
-            desc.pool = _abi.kvx_pool_desc_t(
+            desc.pool = abi.kvx_pool_desc_t(
                 memory=self.memory,
                 bytes_per_block=bytes_per_block,
                 primary=self.address(k.tensor),
@@ -152,7 +159,7 @@ class Backend:
         return desc
 
     def slots(self, slots: Tensor, invalid_slot: int = -1) -> Any:
-        desc = _abi.kvx_slot_mapping_t(
+        desc = abi.kvx_slot_mapping_t(
             dtype=DTYPE[slots.dtype],
             token_count=slots.numel(),
             invalid_slot=invalid_slot,
@@ -162,7 +169,7 @@ class Backend:
         return desc
 
     def seq_lens(self, lengths: Tensor) -> Any:
-        desc = _abi.kvx_seq_lens_t(
+        desc = abi.kvx_seq_lens_t(
             dtype=DTYPE[lengths.dtype],
             seq_count=lengths.numel(),
             lengths=self.address(lengths),
@@ -173,18 +180,18 @@ class Backend:
     def scale(self, half: Half | None) -> Any:
         """The half's scales; a descriptor without data if it has none."""
         if half is None or half.scale is None:
-            return _abi.kvx_scale_desc_t()
-        return _abi.kvx_scale_desc_t(
+            return abi.kvx_scale_desc_t()
+        return abi.kvx_scale_desc_t(
             dtype=DTYPE[half.scale.dtype],
             granularity=half.granularity,
             ndim=half.scale.ndim,
-            shape=_abi.dims(half.scale.shape),
-            stride=_abi.dims(half.scale.stride()),
+            shape=abi.dims(half.scale.shape),
+            stride=abi.dims(half.scale.stride()),
             data=self.address(half.scale),
         )
 
     def block_table(self, end: Packed | Ragged | KvOffsets) -> Any:
-        desc = _abi.kvx_block_table_t(
+        desc = abi.kvx_block_table_t(
             index_dtype=DTYPE[end.indices.dtype],
             seq_count=end.indices.shape[0],
             beam_width=1,
@@ -205,12 +212,12 @@ class Backend:
             desc.format = BlockTableFormat.KV_OFFSETS
             desc.beam_width = end.indices.shape[1]
             desc.max_blocks_per_seq = end.indices.shape[3]
-            desc.flags = _abi.FLAG_KVCACHEINDEX
-        desc.flags |= _abi.FLAG_HOLES  # null entries are some of what these tables are for
+            desc.flags = abi.FLAG_KVCACHEINDEX
+        desc.flags |= abi.FLAG_HOLES  # null entries are some of what these tables are for
         return desc
 
     def io(self, key: Tensor, value: Tensor | None, num_tokens: int) -> Any:
-        return _abi.kvx_kv_io_desc_t(
+        return abi.kvx_kv_io_desc_t(
             key=self.tensor(key),
             value=self.tensor(value),
             num_tokens=num_tokens,
@@ -287,7 +294,7 @@ class Backend:
         stream = self.launch(function, *structs)
         if self.memory != Memory.HOST:
             library = self.library()
-            _abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)
+            abi.check(library.kvx_device_status(ctypes.c_void_p(stream)), library)
 
     def launch(self, function: str, *structs: Any) -> int | None:
         """The same without what a device has skipped; returns the stream."""
@@ -299,12 +306,12 @@ class Backend:
         status = getattr(library, function)(*arguments, stream)
         if mirror is not None:
             mirror.download()
-        _abi.check(status, library)
+        abi.check(status, library)
         return stream
 
     def reader(self, flags: int) -> Backend:
         """Who describes slots, tables, lengths and starts: the copy engines' lie in host memory."""
-        return replace(self, mirror=None) if flags & _abi.FLAG_COPY_ENGINE else self
+        return replace(self, mirror=None) if flags & abi.FLAG_COPY_ENGINE else self
 
     def forget(self) -> None:
         """Drops the copies of the calls' memory; their descriptors must not be used any more."""
@@ -321,14 +328,14 @@ class Backend:
         *,
         flags: int = 0,
     ) -> None:
-        desc = _abi.kvx_write_desc_t(
+        desc = abi.kvx_write_desc_t(
             io=self.io(key, value, slots.numel()),
             slots=self.reader(flags).slots(slots, invalid_slot),
             k_scale_desc=self.scale(layer.k),
             v_scale_desc=self.scale(layer.v),
         )
         if flags:
-            options = _abi.kvx_write_options_t(flags=flags)
+            options = abi.kvx_write_options_t(flags=flags)
             self.call("kvx_write_kv_ext", self.layer(layer), desc, options)
         else:
             self.call("kvx_write_kv", self.layer(layer), desc)
@@ -351,15 +358,15 @@ class Backend:
     ) -> None:
         reader = self.reader(flags)
         table = reader.block_table(end)
-        desc = _abi.kvx_gather_desc_t(
+        desc = abi.kvx_gather_desc_t(
             io=self.io(key, value, table.seq_count * table.beam_width * max_seq_len),
             block_table=table,
             seq_lens=reader.seq_lens(seq_lens),
             max_seq_len=max_seq_len,
         )
         k_scale, v_scale = self.scale(layer.k), self.scale(layer.v)
-        options = _abi.kvx_gather_options_t(
-            flags=flags | (_abi.FLAG_ZERO_FILL if zero_fill else 0),
+        options = abi.kvx_gather_options_t(
+            flags=flags | (abi.FLAG_ZERO_FILL if zero_fill else 0),
             null_block_plus_1=null_block_id + 1,
             secondary_num_blocks=secondary_num_blocks,
             k_scale=ctypes.pointer(k_scale),
@@ -393,8 +400,8 @@ class Backend:
             )
         ]
         lens = reader.seq_lens(seq_lens)
-        desc = _abi.kvx_migrate_desc_t(
-            flags=flags | (_abi.FLAG_ZERO_FILL if zero_fill else 0),
+        desc = abi.kvx_migrate_desc_t(
+            flags=flags | (abi.FLAG_ZERO_FILL if zero_fill else 0),
             num_heads=num_heads,
             seq_lens=ctypes.pointer(lens),
             src=ctypes.pointer(views[0].desc),
@@ -425,15 +432,15 @@ class Backend:
         for raw in allocations:
             self.address(raw)
         lens, ends = self.moved_lens(SeqLens.of(seq_lens)), [*map(self.moved_span, (src, dst))]
-        desc = _abi.kvx_migrate_desc_t(
-            flags=_abi.flags(zero_fill, find_scales, requantize)
-            | _abi.rotation_flags(*hadamard)
+        desc = abi.kvx_migrate_desc_t(
+            flags=abi.flags(zero_fill, find_scales, requantize)
+            | abi.rotation_flags(*hadamard)
             | transfer,
             num_heads=num_heads or 0,
             max_seq_len=max(seq_lens),
-            seq_lens=_abi.pointer_to(lens),
-            src=_abi.pointer_to(ends[0]),
-            dst=_abi.pointer_to(ends[1]),
+            seq_lens=abi.pointer_to(lens),
+            src=abi.pointer_to(ends[0]),
+            dst=abi.pointer_to(ends[1]),
         )
         self.call("kvx_migrate_kv", desc)
         self.forget()
@@ -456,13 +463,13 @@ class View:
         self.scales = [
             [backend.scale(half) for half in (layer.k, layer.v)] for layer in cache.layers
         ]
-        self.desc = _abi.kvx_span_t(
+        self.desc = abi.kvx_span_t(
             num_layers=len(self.layers),
-            layers=_abi.pointer_array(self.layers, _abi.kvx_cache_desc_t),
+            layers=abi.pointer_array(self.layers, abi.kvx_cache_desc_t),
             head_start=head_start,
             null_block_plus_1=getattr(end, "null_block_id", -1) + 1,
-            k_scales=_abi.pointer_array([k for k, _ in self.scales], _abi.kvx_scale_desc_t),
-            v_scales=_abi.pointer_array([v for _, v in self.scales], _abi.kvx_scale_desc_t),
+            k_scales=abi.pointer_array([k for k, _ in self.scales], abi.kvx_scale_desc_t),
+            v_scales=abi.pointer_array([v for _, v in self.scales], abi.kvx_scale_desc_t),
         )
         secondary = cache.layers[0].k.secondary
         if secondary is not None:
@@ -483,7 +490,7 @@ class View:
 def hostgrid_library() -> Any:
     """The CUDA kernels built for the CPU: tests/hostgrid, or what $KVX_HOSTGRID_LIBRARY names."""
     named = os.environ.get("KVX_HOSTGRID_LIBRARY")
-    return _abi.load(Path(named) if named else native.hostgrid_library())
+    return abi.load(Path(named) if named else native.hostgrid_library())
 
 
 CPU = Backend("cpu", Memory.HOST)

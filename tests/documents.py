@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from tests.native import CC, ROOT, compile_program, run
 
 
@@ -76,7 +76,7 @@ class Document:
         (snippet,) = self.snippets("c")
         source = folder / "snippet.c"
         source.write_text(program % snippet)
-        library = Path(_abi.library_path())
+        library = Path(abi.library_path())
         built = compile_program(
             [CC, "-std=c11", "-Wall", "-Werror"],
             source,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, DType, Layout, ScaleDesc, describe
-from kvx_core.view import CacheSpan
+from kvx_core.desc.view import CacheSpan
 
 F32 = np.float32
 GROUP = {ml_dtypes.float8_e4m3fn: 16, ml_dtypes.float8_e8m0fnu: 32}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import _abi_hybrid
+from kvx_core._c import abi_hybrid
 from kvx_core.types import DType
 from tests.calls import Backend
 
@@ -42,7 +42,7 @@ def append(on: Backend) -> dict[str, Any]:
     }
     sizes = {"num_tokens": 3, "num_slots": 2, "window": 4, "nope_dim": 8, "rope_dim": 4}
     sizes |= {"num_spans": 3}
-    struct = _abi_hybrid.kvx_hybrid_append_t
+    struct = abi_hybrid.kvx_hybrid_append_t
     return described(on, "append", struct, tensors, **sizes, position_bytes=8)
 
 
@@ -59,7 +59,7 @@ def tail(on: Backend) -> dict[str, Any]:
         "span_starts": i32(0, 1, 2, 3),
     }
     sizes = {"num_tokens": 3, "num_slots": 2, "ratio": 4, "row": 8, "num_spans": 3}
-    struct = _abi_hybrid.kvx_hybrid_tail_t
+    struct = abi_hybrid.kvx_hybrid_tail_t
     return described(on, "tail", struct, tensors, **sizes, dtype=F32, state=F32)
 
 
@@ -75,7 +75,7 @@ def compress(on: Backend) -> dict[str, Any]:
     }
     sizes = {"num_rows": 2, "num_slots": 2, "ratio": 4, "head_dim": 8, "rope_dim": 4}
     sizes |= {"position_bytes": 8, "num_positions": 6, "state": F32, "out_dtype": F32}
-    return described(on, "compress", _abi_hybrid.kvx_hybrid_compress_t, tensors, **sizes, eps=1e-6)
+    return described(on, "compress", abi_hybrid.kvx_hybrid_compress_t, tensors, **sizes, eps=1e-6)
 
 
 def flush(on: Backend) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def flush(on: Backend) -> dict[str, Any]:
         "key_scales": torch.zeros(3, 2, 2, dtype=torch.uint8),
     }
     sizes = {"num_rows": 2, "num_blocks": 3, "entries_per_block": 2, "nope_dim": 8, "rope_dim": 4}
-    sizes |= {"max_blocks": 2, "key_dim": 32, "keys": _abi_hybrid.NVFP4, "dtype": F32}
-    return described(on, "flush", _abi_hybrid.kvx_hybrid_flush_t, tensors, **sizes)
+    sizes |= {"max_blocks": 2, "key_dim": 32, "keys": abi_hybrid.NVFP4, "dtype": F32}
+    return described(on, "flush", abi_hybrid.kvx_hybrid_flush_t, tensors, **sizes)
 
 
 def state(on: Backend) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def state(on: Backend) -> dict[str, Any]:
     tensors = {name: torch.ones(3, 4, 8) for name in ("ka", "za", "kb", "zb")}
     tensors |= {"slots": i32(2, 0), "tail_len": i32(4, 4, 4)}
     sizes = {"num_rows": 2, "num_slots": 3, "ratio": 4, "row": 8, "state": F32}
-    return described(on, "state", _abi_hybrid.kvx_hybrid_state_t, tensors, **sizes)
+    return described(on, "state", abi_hybrid.kvx_hybrid_state_t, tensors, **sizes)
 
 
 def pages(on: Backend) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def pages(on: Backend) -> dict[str, Any]:
         "pages": torch.zeros(2, 1728, dtype=torch.uint8),
     }
     sizes = {"num_rows": 2, "num_pages": 2, "entries_per_page": 2, "dtype": F32}
-    struct = _abi_hybrid.kvx_hybrid_pages_t
+    struct = abi_hybrid.kvx_hybrid_pages_t
     given = described(on, "call", struct, tensors, **sizes, page_stride=1728)
     # The struct and one of its fields have the same name.
     return given | {"pages": given["call"], "bytes_of_pages": tensors["pages"]}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvx_core import DType, KvCacheStore
-from kvx_core.stores.kv import KvStorage
+from kvx_core.caches.kv import KvStorage
 
 LAYERS, HEADS = 2, 3
 # Every format of the table that a write converts to: floats and units of numbers.

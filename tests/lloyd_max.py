@@ -1,6 +1,6 @@
 """The best scalar quantizers of the coordinates of a random unit vector, by Lloyd's iteration.
 
-csrc/encodings/turboquant_table.h has its results; `python -m tests.lloyd_max` prints them.
+csrc/formats/turboquant.h has their results; `python -m tests.lloyd_max` prints them.
 A coordinate t of a vector that is uniform on the unit sphere of dim dimensions has the density
 c * (1 - t^2)^((dim - 3) / 2): of t^2, a Beta density. Source: arXiv 2504.19874, TurboQuant, lemma 1
 """

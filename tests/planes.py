@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
-from kvx_core.tables import BlockTableFormat
+from kvx_core._c import abi
+from kvx_core.desc.tables import BlockTableFormat
 from tests.calls import DTYPE, Backend
 
 AXES = {"block": 0, "token": 1, "head": 2, "dim": 3}
@@ -60,7 +60,7 @@ class Paged:
 
     def to_c(self, on: Backend) -> Any:
         size = self.tensor.element_size()
-        struct = _abi.kvx_plane_t(
+        struct = abi.kvx_plane_t(
             role=self.role,
             layer=self.layer,
             dtype=DTYPE[self.tensor.dtype],
@@ -95,7 +95,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, gap: int = 0) -> Tensor:
 
 def table(on: Backend, rows: list[list[int]]) -> tuple[Any, Tensor]:
     indices = torch.tensor(rows, dtype=torch.int32)
-    struct = _abi.kvx_block_table_t(
+    struct = abi.kvx_block_table_t(
         format=BlockTableFormat.PACKED,
         index_dtype=DTYPE[indices.dtype],
         seq_count=len(rows),
@@ -119,8 +119,8 @@ class View:
 
     def to_c(self, on: Backend) -> Any:
         self.kept = [plane.to_c(on) for plane in self.planes]
-        desc = _abi.kvx_span_t(
-            planes=_abi.pointer_array(self.kept, _abi.kvx_plane_t),
+        desc = abi.kvx_span_t(
+            planes=abi.pointer_array(self.kept, abi.kvx_plane_t),
             num_planes=len(self.planes),
             head_start=self.head_start,
             null_block_plus_1=self.null_block + 1,
@@ -151,7 +151,7 @@ def migrate(
 ) -> None:
     tensor = torch.tensor(lengths)
     lens, ends = on.seq_lens(tensor), [src.to_c(on), dst.to_c(on)]
-    desc = _abi.kvx_migrate_desc_t(
+    desc = abi.kvx_migrate_desc_t(
         num_heads=num_heads,
         flags=flags,
         seq_lens=ctypes.pointer(lens),
@@ -188,7 +188,7 @@ def check(
         expected.append(before)
         to.tensor = got
     sources = [plane.bytes().clone() for plane in src.planes]
-    migrate(on, src, dst, lengths, num_heads, _abi.FLAG_ZERO_FILL if zero_fill else 0)
+    migrate(on, src, dst, lengths, num_heads, abi.FLAG_ZERO_FILL if zero_fill else 0)
     for plane, before in zip(src.planes, sources, strict=True):
         assert torch.equal(plane.bytes(), before), "the source was written"
     for i, (plane, after) in enumerate(zip(dst.planes, expected, strict=True)):

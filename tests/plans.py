@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvx_core import _abi, _abi_plan
-from kvx_core._abi_plan import (
+from kvx_core._c import abi, abi_plan
+from kvx_core._c.abi_plan import (
     kvx_end_lookup_t,
     kvx_plan_info_t,
     kvx_plan_lookups_t,
@@ -44,7 +44,7 @@ class Migration:
         ]
         self.lens = self.reader.seq_lens(lengths)
         self.kept = (src, dst, lengths, starts)
-        self.desc = _abi.kvx_migrate_desc_t(
+        self.desc = abi.kvx_migrate_desc_t(
             flags=flags,
             seq_lens=ctypes.pointer(self.lens),
             src=ctypes.pointer(self.views[0].desc),
@@ -64,11 +64,11 @@ class Plan:
     """A kvx_plan_t."""
 
     def __init__(self, on: Backend, *structs: Any, create: str = "kvx_plan_create") -> None:
-        self.on, self.library = on, _abi_plan.declare(on.library())
+        self.on, self.library = on, abi_plan.declare(on.library())
         self.handle = ctypes.c_void_p(1)
         status = getattr(self.library, create)(*structs, ctypes.byref(self.handle))
         assert bool(self.handle) == (status == 0)
-        _abi.check(status, self.library)
+        abi.check(status, self.library)
 
     def run(self, lookups: kvx_plan_lookups_t | None = None) -> None:
         on = self.on
@@ -78,16 +78,16 @@ class Plan:
         status = self.library.kvx_plan_run(self.handle, lookups, stream)
         if on.mirror is not None:
             on.mirror.download()
-        _abi.check(status, self.library)
+        abi.check(status, self.library)
         if not on.looks_first:
-            _abi.check(self.library.kvx_device_status(ctypes.c_void_p(stream)), self.library)
+            abi.check(self.library.kvx_device_status(ctypes.c_void_p(stream)), self.library)
 
     def describe(
         self, lookups: kvx_plan_lookups_t | None = None
     ) -> tuple[kvx_plan_info_t, list[kvx_plane_info_t]]:
         def call(*arguments: Any) -> None:
             status = self.library.kvx_plan_describe(self.handle, lookups, *arguments)
-            _abi.check(status, self.library)
+            abi.check(status, self.library)
 
         info, again = kvx_plan_info_t(), kvx_plan_info_t()
         call(info, None, 0)
@@ -106,7 +106,7 @@ class Plan:
             return 0
 
         status = self.library.kvx_plan_ranges(self.handle, lookups, take, None)
-        _abi.check(status, self.library)
+        abi.check(status, self.library)
         return found
 
     def free(self) -> None:

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from kvx_core import Directory
-from kvx_core.files import ReadFile
+from kvx_core._c.os_files import ReadFile
 from kvx_core.stores import BlobStore
 from kvx_core.stores.blob_store import Write, check_name
 

@@ -39,7 +39,7 @@ from kvx_core import (
     verify,
     write_kv,
 )
-from kvx_core.view import CacheSpan
+from kvx_core.desc.view import CacheSpan
 from tests import reference
 from tests.affine import Affine, mlx, openvino_k, openvino_v
 from tests.calls import CPU, Backend

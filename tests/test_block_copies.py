@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi_blocks
+from kvx_core._c import abi_blocks
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.types import Memory
 from tests.block_calls import U16, Blocks, run
@@ -68,7 +68,7 @@ def test_a_rank_of_the_heads(backend: Backend) -> None:
 
 def has_batches(backend: Backend) -> bool:
     """Whether this build calls cudaMemcpyBatchAsync, which CUDA has from 12.9 on."""
-    return bool(_abi_blocks.declare(backend.library()).kvx_has_memcpy_batch_async())
+    return bool(abi_blocks.declare(backend.library()).kvx_has_memcpy_batch_async())
 
 
 def operational(blocks: Blocks, backend: int, to_operational: bool, stream: int | None) -> int:
@@ -239,7 +239,7 @@ def test_a_wrong_promise_of_alignment(backend: Backend) -> None:
 
 
 def test_what_this_build_has(backend: Backend) -> None:
-    library = _abi_blocks.declare(backend.library())
+    library = abi_blocks.declare(backend.library())
     assert library.kvx_is_stub_build() == (not backend.has_kernels())
     if backend.name != "cuda":  # there it is so if its nvcc is of CUDA 12.9
         assert has_batches(backend) == backend.has_kernels()

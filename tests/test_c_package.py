@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvx_core
-from kvx_core import _abi
+from kvx_core._c import abi
 from tests.documents import Document
 from tests.native import CC, ROOT, hostgrid_library, run, tool
 
@@ -134,12 +134,12 @@ def test_where_the_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder.is_absolute()
     assert (folder / "kvx/kvx_ext.h").is_file()
     assert kvx_core.library_path().is_absolute()
-    assert kvx_core.library_path().samefile(_abi.library_path())
+    assert kvx_core.library_path().samefile(abi.library_path())
     monkeypatch.setenv("KVX_LIBRARY", "build/other.so")
     assert kvx_core.library_path() == Path.cwd() / "build/other.so"
 
 
 def test_headers_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("kvx_core.c_files.__file__", str(tmp_path / "kvx_core/c_files.py"))
+    monkeypatch.setattr("kvx_core._c.c_files.__file__", str(tmp_path / "kvx_core/_c/c_files.py"))
     with pytest.raises(FileNotFoundError, match=r"kvx/kvx_ext\.h is neither in .*, expected the"):
         kvx_core.include_dir()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Layout, ScaleGranularity
 from tests import reference, tables
@@ -241,8 +241,8 @@ def test_conversions_that_store_past_the_caches(
     src: torch.dtype, dst: torch.dtype, scale: float | None
 ) -> None:
     """On the CPU, which does so in calls of this size."""
-    info = _abi.kvx_backend_info_t()
-    _abi.check(_abi.library().kvx_backend_info(info))
+    info = abi.kvx_backend_info_t()
+    abi.check(abi.library().kvx_backend_info(info))
     values, bits = every_pattern(src), FORMATS[dst].bits if dst in FORMATS else np.float32
     times = info.stream_bytes // (len(values) * np.dtype(bits).itemsize) + 1
     given = None if scale is None else torch.tensor(scale)
@@ -561,10 +561,10 @@ def test_threads_change_nothing(backend: Backend) -> None:
     results = []
     try:
         for threads in (1, 2, 3):
-            _abi.check(_abi.library().kvx_set_num_threads(threads))
+            abi.check(abi.library().kvx_set_num_threads(threads))
             results.append(convert(backend, values, E4M3, dst_scale=torch.tensor(0.3)))
     finally:
-        _abi.check(_abi.library().kvx_set_num_threads(0))
+        abi.check(abi.library().kvx_set_num_threads(0))
     assert_converted(results[0], values, reference.convert(values, E4M3, None, torch.tensor(0.3)))
     for other in results[1:]:
         assert torch.equal(other.view(torch.uint8), results[0].view(torch.uint8))

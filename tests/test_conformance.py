@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Geometry, assert_same_bytes, random_values
@@ -61,9 +61,9 @@ def test_get_version_returns_the_headers_version_and_a_valid_size() -> None:
         part: int(re.search(rf"#define KVX_ABI_VERSION_{part} (\d+)", header)[1])
         for part in ("MAJOR", "MINOR", "PATCH")
     }
-    version = _abi.kvx_version_t()
+    version = abi.kvx_version_t()
     ctypes.memset(ctypes.byref(version), 0, ctypes.sizeof(version))  # whatever it held before
-    _abi.check(_abi.library().kvx_get_version(version))
+    abi.check(abi.library().kvx_get_version(version))
     assert version.size == 16
     assert version.abi_major == expected["MAJOR"] == 1
     assert version.abi_minor == expected["MINOR"]
@@ -72,7 +72,7 @@ def test_get_version_returns_the_headers_version_and_a_valid_size() -> None:
 
 def test_struct_sizes() -> None:
     for name, size in SIZES.items():
-        struct = getattr(_abi, name)
+        struct = getattr(abi, name)
         assert ctypes.sizeof(struct) == size, name
         for field, offset in OFFSETS.get(name, {}).items():
             assert getattr(struct, field).offset == offset, f"{name}.{field}"
@@ -85,7 +85,7 @@ def test_layout_shape_and_strides(backend: Backend, name: str) -> None:
     library = backend.library()
 
     def validate() -> None:
-        _abi.check(library.kvx_validate_cache_desc(layer), library)
+        abi.check(library.kvx_validate_cache_desc(layer), library)
 
     validate()
     for tensor in (layer.k, layer.v):
@@ -106,7 +106,7 @@ def test_block_table_counts_and_indptr(backend: Backend) -> None:
     key, value = torch.zeros(2, 2, 4, 2, 16, dtype=torch.float16)
 
     def gather(table: object) -> None:
-        desc = _abi.kvx_gather_desc_t(
+        desc = abi.kvx_gather_desc_t(
             io=backend.io(key, value, 8),
             block_table=table,
             seq_lens=backend.seq_lens(lengths),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvx_core.torch_ops  # noqa: F401  torch.ops.kvx
+import kvx_core.ops.torch_ops  # noqa: F401  torch.ops.kvx
 from kvx_core import (
     CacheDesc,
     CacheView,

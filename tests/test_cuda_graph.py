@@ -22,10 +22,10 @@ from kvx_core import (
     gather_kv,
     write_kv,
 )
+from kvx_core.desc.tables import BlockTable, SeqLens
+from kvx_core.desc.view import CacheSpan
 from kvx_core.hybrid import Compressor, KVCacheManager, compress_csa, compress_hca, prepare_forward
-from kvx_core.migrate import copy_tokens
-from kvx_core.tables import BlockTable, SeqLens
-from kvx_core.view import CacheSpan
+from kvx_core.ops.migrate import copy_tokens
 from tests.calls import BACKENDS
 from tests.hybrid.models import SMALL, Tokens, manager, tokens, weights
 from tests.native import ROOT

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import OutOfRangeError, UnsupportedError
 from kvx_core.types import Layout, Memory
 from tests import tables
@@ -24,7 +24,7 @@ from tests.reference import Dense, Packed, Slots
 from tests.test_migrate import check_migrate
 from tests.test_write_gather import check_gather, check_write, key_value
 
-FLAGS = {"plain": 0, "background": _abi.FLAG_BACKGROUND, "copy_engine": _abi.FLAG_COPY_ENGINE}
+FLAGS = {"plain": 0, "background": abi.FLAG_BACKGROUND, "copy_engine": abi.FLAG_COPY_ENGINE}
 USUAL = Geometry(num_blocks=13, block_size=16, num_kv_heads=2, head_dim=32)
 LENGTHS = (48, 0, 37, 16)
 
@@ -37,7 +37,7 @@ class Flagged(Backend):
 
     @property
     def looks_first(self) -> bool:
-        return self.memory == Memory.HOST or bool(self.flags & _abi.FLAG_COPY_ENGINE)
+        return self.memory == Memory.HOST or bool(self.flags & abi.FLAG_COPY_ENGINE)
 
     def write(self, *args: Any, **kwargs: Any) -> None:
         super().write(*args, flags=self.flags, **kwargs)
@@ -69,7 +69,7 @@ def flagged(request: pytest.FixtureRequest, backend: Backend) -> Flagged:
 
 @pytest.fixture
 def copying(backend: Backend) -> Flagged:
-    return with_flags(backend, _abi.FLAG_COPY_ENGINE)
+    return with_flags(backend, abi.FLAG_COPY_ENGINE)
 
 
 def in_order(counts: Sequence[int], first: int = 0) -> Packed:
@@ -205,7 +205,7 @@ def test_fp8_scales_are_applied_in_the_background(backend: Backend) -> None:
     dst = LAYOUTS["hnd"](USUAL, torch.float8_e4m3fn, seed=3)
     src_end = tables.packed(src, LENGTHS, 4)
     dst_end = tables.packed(dst, LENGTHS, 5, shared=False)
-    check_migrate(with_flags(backend, _abi.FLAG_BACKGROUND), src, src_end, dst, dst_end, LENGTHS)
+    check_migrate(with_flags(backend, abi.FLAG_BACKGROUND), src, src_end, dst, dst_end, LENGTHS)
 
 
 # --- copy engines -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from tests import tables
 from tests.caches import LAYOUTS, Geometry, assert_same_bytes
@@ -82,9 +82,9 @@ def test_not_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None
     library = HOSTGRID.library()
     monkeypatch.setenv("HOSTGRID_CAPTURES", "1")
     with pytest.raises(UnsupportedError, match=r"^stream is being captured, and kvx_device_status"):
-        _abi.check(library.kvx_device_status(None), library)
+        abi.check(library.kvx_device_status(None), library)
     monkeypatch.delenv("HOSTGRID_CAPTURES")
-    _abi.check(library.kvx_device_status(None), library)
+    abi.check(library.kvx_device_status(None), library)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "packed8", "tgi"])

@@ -41,8 +41,8 @@ from kvx_core import (
     migrate,
     verify,
 )
-from kvx_core.layouts import axes
-from kvx_core.reorder import reordered
+from kvx_core.desc.layouts import axes
+from kvx_core.ops.reorder import reordered
 from tests import reference, tables
 from tests.affine import Affine, openvino_k, openvino_v
 from tests.caches import LAYOUTS, Geometry, random_values
@@ -675,7 +675,7 @@ def test_orders_of_rotary_dims(backend: Backend, first: str, second: str) -> Non
 
 # ---- what is refused ----
 
-# A fact, and what it is not. Source: kvx_core/facts.py
+# A fact, and what it is not. Source: kvx_core/desc/facts.py
 OTHER_FACTS: dict[str, Any] = {
     "fingerprint": "of another model",
     "rotary": "none",

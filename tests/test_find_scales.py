@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core._abi import FLAG_FIND_SCALES
+from kvx_core._c.abi import FLAG_FIND_SCALES
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import ScaleGranularity
 from tests import reference, tables

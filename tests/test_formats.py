@@ -27,7 +27,7 @@ from kvx_core import (
     migrate,
     write_kv,
 )
-from kvx_core.view import CacheSpan
+from kvx_core.desc.view import CacheSpan
 from tests import ggml, reference
 from tests.calls import CPU, Backend
 

@@ -30,7 +30,12 @@ from tests.calls import HOSTGRID
 pytestmark = pytest.mark.slow  # it builds for minutes
 
 # Rooms of kvx_core that only need to open where pydantic, safetensors and xxhash are.
-WITH_PYDANTIC = ("kvx_core.geometry", "kvx_core.snapshot", "kvx_core.stores", "kvx_core.connector")
+WITH_PYDANTIC = (
+    "kvx_core.desc.geometry",
+    "kvx_core.snapshot",
+    "kvx_core.stores",
+    "kvx_core.connector",
+)
 
 # Of the packages that a step can need, those that are not there.
 WITHOUT = ("pydantic", "safetensors", "xxhash")

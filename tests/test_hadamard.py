@@ -21,12 +21,11 @@ from kvx_core import (
     InvalidArgumentError,
     Layout,
     UnsupportedError,
-    _abi,
-    _abi_encode,
     describe,
     migrate,
     set_num_threads,
 )
+from kvx_core._c import abi, abi_encode
 from kvx_core.encodings import hadamard
 
 ROOT = Path(__file__).parents[1]
@@ -194,7 +193,7 @@ def test_every_rule(sentence: str) -> None:
     usual = {"values": memory.ctypes.data, "rows": 2, "dim": 96, "row_stride": 96, "order": 32}
     call = usual | SENTENCES[sentence]
     with pytest.raises(InvalidArgumentError) as raised:
-        _abi.check(_abi_encode.functions().kvx_hadamard(*call.values()))
+        abi.check(abi_encode.functions().kvx_hadamard(*call.values()))
     assert str(raised.value) == sentence
     np.testing.assert_array_equal(memory, kept)
 
@@ -202,7 +201,7 @@ def test_every_rule(sentence: str) -> None:
 def test_an_odd_address_is_refused() -> None:
     memory = numbers((2, 96), 1)
     with pytest.raises(InvalidArgumentError, match=r"^values is 0x\w+, expected a multiple of 4"):
-        _abi.check(_abi_encode.functions().kvx_hadamard(memory.ctypes.data + 2, 1, 96, 96, 32))
+        abi.check(abi_encode.functions().kvx_hadamard(memory.ctypes.data + 2, 1, 96, 96, 32))
 
 
 def test_tensors_that_are_refused() -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
+from kvx_core._c import abi
+from kvx_core.desc.tables import BlockTableFormat
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.tables import BlockTableFormat
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 from tests import reference
 from tests.caches import LAYOUTS, Cache, Geometry
@@ -47,7 +47,7 @@ def flip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/c/flip.cc against the library that the Python package takes."""
     library = tmp_path_factory.mktemp("flip") / "libkvx.so"
     for name in ("libkvx.so", "libkvx.so.1"):  # to link to, and what it may call itself
-        library.with_name(name).symlink_to(_abi.library_path().resolve())
+        library.with_name(name).symlink_to(abi.library_path().resolve())
     return compile_program(
         [CXX, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"],
         ROOT / "tests/c/flip.cc",
@@ -71,8 +71,8 @@ def write_call(on: Backend, cache: Cache, slots: Tensor, scale: Half | None = No
     """As many random keys as there are slots, into a cache without V."""
     k = cache.layers[0].k
     key = torch.randn(slots.numel(), k.num_kv_heads, k.head_dim)
-    desc = _abi.kvx_write_desc_t(
-        io=_abi.kvx_kv_io_desc_t(
+    desc = abi.kvx_write_desc_t(
+        io=abi.kvx_kv_io_desc_t(
             key=on.tensor(key),
             num_tokens=slots.numel(),
             num_kv_heads=k.num_kv_heads,
@@ -145,7 +145,7 @@ def test_both_pools_of_a_destination_are_written(backend: Backend, pool: str) ->
         View(backend, dst, offsets(), None, 0),
     ]
     lens = backend.seq_lens(lengths)
-    desc = _abi.kvx_migrate_desc_t(
+    desc = abi.kvx_migrate_desc_t(
         seq_lens=ctypes.pointer(lens),
         src=ctypes.pointer(views[0].desc),
         dst=ctypes.pointer(views[1].desc),
@@ -166,8 +166,8 @@ def test_found_scales_of_a_migration_are_written(backend: Backend) -> None:
     lengths = room.view(-1)[:4].view(torch.int64).copy_(torch.tensor([4, 2]))
     views = [View(backend, cache, Dense(), None, 0) for cache in (src, dst)]
     lens = backend.seq_lens(lengths)
-    desc = _abi.kvx_migrate_desc_t(
-        flags=_abi.FLAG_FIND_SCALES,
+    desc = abi.kvx_migrate_desc_t(
+        flags=abi.FLAG_FIND_SCALES,
         seq_lens=ctypes.pointer(lens),
         src=ctypes.pointer(views[0].desc),
         dst=ctypes.pointer(views[1].desc),
@@ -180,28 +180,28 @@ def test_found_scales_of_a_migration_are_written(backend: Backend) -> None:
 # --- what it costs ----------------------------------------------------------------------------
 
 
-def byte_cache(data: int, num_blocks: int) -> _abi.kvx_cache_desc_t:
+def byte_cache(data: int, num_blocks: int) -> abi.kvx_cache_desc_t:
     """Blocks of one token of one head of one byte, without V."""
-    return _abi.kvx_cache_desc_t(
+    return abi.kvx_cache_desc_t(
         num_blocks=num_blocks,
         block_size=1,
         num_kv_heads=1,
         head_dim=1,
-        k=_abi.kvx_tensor_desc_t(
+        k=abi.kvx_tensor_desc_t(
             dtype=DType.U8,
             layout=Layout.BLOCK_NHD,
             memory=Memory.HOST,
             ndim=4,
-            shape=_abi.dims((num_blocks, 1, 1, 1)),
-            stride=_abi.dims((1, 1, 1, 1)),
+            shape=abi.dims((num_blocks, 1, 1, 1)),
+            stride=abi.dims((1, 1, 1, 1)),
             data=data,
         ),
     )
 
 
-def byte_view(layers: list[_abi.kvx_cache_desc_t], block: Tensor) -> _abi.kvx_span_t:
+def byte_view(layers: list[abi.kvx_cache_desc_t], block: Tensor) -> abi.kvx_span_t:
     """One sequence in one block of every layer."""
-    table = _abi.kvx_block_table_t(
+    table = abi.kvx_block_table_t(
         format=BlockTableFormat.PACKED,
         index_dtype=DType.S64,
         seq_count=1,
@@ -209,18 +209,18 @@ def byte_view(layers: list[_abi.kvx_cache_desc_t], block: Tensor) -> _abi.kvx_sp
         indices=block.data_ptr(),
         indices_count=1,
     )
-    return _abi.kvx_span_t(
+    return abi.kvx_span_t(
         num_layers=len(layers),
-        layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
+        layers=abi.pointer_array(layers, abi.kvx_cache_desc_t),
         block_table=ctypes.pointer(table),
     )
 
 
-def migrate_bytes(src: _abi.kvx_span_t, dst: _abi.kvx_span_t) -> Callable[[], None]:
+def migrate_bytes(src: abi.kvx_span_t, dst: abi.kvx_span_t) -> Callable[[], None]:
     """Moves one token."""
     length = torch.tensor([1])
     lens = CPU.seq_lens(length)
-    desc = _abi.kvx_migrate_desc_t(
+    desc = abi.kvx_migrate_desc_t(
         seq_lens=ctypes.pointer(lens), src=ctypes.pointer(src), dst=ctypes.pointer(dst)
     )
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CPP = (".h", ".cc", ".inl", ".cu", ".cuh")
+PYTHON = ("kvx_core", "kvx_adapters", "benchmarks", "tests", "examples", "docs")
 
 # A room of csrc (a folder, or a file and its header), and the rooms that it may include beside its
 # own. `kvx` is csrc/include/kvx, the headers that callers see; every room may include it.
@@ -48,26 +51,31 @@ ENGINES = {
     "kvbm": {"kvbm", "dynamo"},
 }
 
-# Modules of kvx_core that only those named here may import.
+# A room of kvx_core (a folder, or a file of its root), and the rooms that it may import beside its
+# own: those below it. `kvx_core` itself shows names of all.
 CORE = {
-    "kvx_core.connector": {"kvx_core.connector"},
-    "kvx_core.stores": {"kvx_core.connector", "kvx_core.stores"},
-    "kvx_core.snapshot": {"kvx_core.connector", "kvx_core.stores", "kvx_core.snapshot"},
-    "ctypes": {
-        "kvx_core._abi",
-        "kvx_core._abi_attend",
-        "kvx_core._abi_blocks",
-        "kvx_core._abi_encode",
-        "kvx_core._abi_hybrid",
-        "kvx_core._abi_lossless",
-        "kvx_core._abi_plan",
-        "kvx_core._abi_turboquant",
-        "kvx_core._bound",
-        "kvx_core._dlpack",
-        "kvx_core.files",
-        "kvx_core.stores.beneath",
-    },
+    "errors": set(),
+    "formats": {"errors"},
+    "argument_checks": {"errors"},
+    "needs_torch": {"errors"},
+    "types": {"formats", "argument_checks", "errors"},
+    "_c": {"types", "argument_checks", "errors"},
+    "desc": {"_c", "types", "formats", "argument_checks", "errors"},
+    "ops": {"desc", "_c", "types", "formats", "argument_checks", "errors"},
+    "model": {"_c", "argument_checks", "errors"},
+    "encodings": {"desc", "_c", "types", "argument_checks", "errors"},
+    "blocks": {"ops", "desc", "_c", "types", "argument_checks", "errors"},
+    "hybrid": {"ops", "desc", "_c", "types", "argument_checks", "errors"},
+    "caches": {"ops", "desc", "_c", "types", "formats", "argument_checks", "errors"},
+    "snapshot": {"ops", "desc", "_c", "types", "argument_checks", "errors"},
+    "stores": {"snapshot", "model", "desc", "_c", "types", "argument_checks", "errors"},
+    "connector": {"stores", "snapshot", "model", "errors"},
 }
+MOST_FILES = 25  # of a room; one that grows past it is two rooms
+GROWN = {"snapshot", "stores"}  # that have more, and get no new ones
+
+# Besides kvx_core._c.
+IMPORT_CTYPES = {"kvx_core.stores.beneath"}
 
 
 def cpp_files() -> Iterator[Path]:
@@ -170,19 +178,52 @@ def test_kvx_core_knows_no_engine() -> None:
     assert sum(is_within(module, "kvx_core") for module, _ in IMPORTS) > 30, "nothing was read"
 
 
-@pytest.mark.parametrize("package", CORE)
-def test_kvx_core_has_floors(package: str) -> None:
-    wrong = [
-        (module, name)
-        for module, names in IMPORTS
-        for name in names
-        if is_within(module, "kvx_core")
-        and is_within(name, package)
-        and module != "kvx_core"  # which shows them all
-        and not any(is_within(module, allowed) for allowed in CORE[package])
-    ]
+def core_room(module: str) -> str:
+    """`desc` of kvx_core.desc.view, `types` of kvx_core.types, "" of kvx_core itself."""
+    return f"{module}.".split(".")[1]
+
+
+def test_no_import_of_kvx_core_runs_up() -> None:
+    wrong, seen = [], set()
+    for module, names in IMPORTS:
+        if not is_within(module, "kvx_core") or module == "kvx_core":
+            continue
+        room = core_room(module)
+        for name in names:
+            if is_within(name, "kvx_core") and (other := core_room(name)) != room:
+                seen.add((room, other))
+                if other not in CORE[room]:
+                    wrong.append((module, name))
     assert not wrong
-    assert any(is_within(name, package) for _, names in IMPORTS for name in names)
+    assert seen == {(room, other) for room, others in CORE.items() for other in others}
+
+
+def test_ctypes_stays_below() -> None:
+    users = {
+        module
+        for module, names in IMPORTS
+        if is_within(module, "kvx_core") and any(is_within(name, "ctypes") for name in names)
+    }
+    assert {user for user in users if core_room(user) != "_c"} == IMPORT_CTYPES
+    assert "kvx_core._c.abi" in users
+
+
+def test_rooms_are_small() -> None:
+    rooms = Counter(core_room(module) for module, _ in IMPORTS if is_within(module, "kvx_core"))
+    assert {room for room, count in rooms.items() if count > MOST_FILES} == GROWN
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    """Not for type checkers either, and not inside functions."""
+    files = {module_of(path): path for top in PYTHON for path in (ROOT / top).rglob("*.py")}
+    names = {module: imports(path) for module, path in files.items()}
+    modules = {
+        module: {name if name in files else name.rpartition(".")[0] for name in found} & set(files)
+        for module, found in names.items()
+    }
+    order = TopologicalSorter({m: others - {m} for m, others in modules.items()})
+    order.prepare()  # raises CycleError, which names the modules
+    assert len(modules) > 700, "little was read"
 
 
 def may_import(module: str, name: str) -> bool:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from docs import draw_layouts
-from kvx_core import Layout, TensorDesc, _abi
+from kvx_core import Layout, TensorDesc
+from kvx_core._c import abi
 from tests.engines import ENGINES, EngineCache, Sizes
 
 TEXT = (Path(draw_layouts.__file__).parent / "layouts.md").read_text()
@@ -169,5 +170,5 @@ def test_what_else_differs(name: str) -> None:
     if block_size.isdigit():
         assert int(block_size) == view.layers[0].block_size
     null = view.null_block_id
-    assert null_block == ("none" if null == _abi.NO_NULL_BLOCK else str(null))
+    assert null_block == ("none" if null == abi.NO_NULL_BLOCK else str(null))
     assert slots == SLOTS.get(view.facts.negative_slots or "", "no slots")

@@ -1,4 +1,4 @@
-"""kvx_core.live: every byte of a sequence that moves while it grows, and states that cannot."""
+"""kvx_core.ops.live: every byte of a sequence that moves while it grows, and states that cannot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvx_core import (
     verify,
     write_kv,
 )
-from kvx_core.live import Copied, LiveMigration
+from kvx_core.ops.live import Copied, LiveMigration
 from tests.facts import SAME_MODEL
 
 LAYERS, HEADS, DIM = 2, 2, 8

@@ -13,14 +13,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvx_core import (
-    InvalidArgumentError,
-    KvxError,
-    OutOfRangeError,
-    UnsupportedError,
-    _abi,
-    _abi_lossless,
-)
+from kvx_core import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
+from kvx_core._c import abi, abi_lossless
 from kvx_core.encodings import lossless
 from tests.native import ROOT, run, sanitized_program, sentences_in
 from tests.trained import trained
@@ -158,7 +152,7 @@ def test_every_bit_comes_back(kind: Callable[[int, int], Bits]) -> None:
             numbers = kind(size, seed)
             encoded = encoded_of(numbers)
             assert np.array_equal(decoded(encoded), numbers), (size, seed)
-            assert len(encoded) <= _abi_lossless.bound(size)
+            assert len(encoded) <= abi_lossless.bound(size)
             if seed == 1:
                 assert np.array_equal(reference(encoded), numbers), size
 
@@ -175,7 +169,7 @@ def test_every_number(seed: int) -> None:
 def test_numbers_that_cannot_shrink_are_stored() -> None:
     numbers = noise(BLOCK, 1)
     encoded = encoded_of(numbers)
-    assert len(encoded) == 24 + 8 + 8 + 2 * BLOCK == _abi_lossless.bound(BLOCK)
+    assert len(encoded) == 24 + 8 + 8 + 2 * BLOCK == abi_lossless.bound(BLOCK)
     assert np.array_equal(encoded[-2 * BLOCK :].view("<u2"), numbers)
 
 
@@ -342,8 +336,8 @@ def wrong_calls(room: Bytes) -> list[tuple[Callable[[], object], str]]:
     """Calls of the C functions that are refused; `room` has 1000 bytes."""
     numbers = gaussian(100, 1)
     data, to, one = numbers.ctypes.data, room.ctypes.data, (ONE.ctypes.data, len(ONE))
-    encode, decode = _abi_lossless.encode, _abi_lossless.decode
-    raw = _abi_lossless.functions().kvx_lossless_encode
+    encode, decode = abi_lossless.encode, abi_lossless.decode
+    raw = abi_lossless.functions().kvx_lossless_encode
     return [
         (lambda: encode(to, 1000, 0, 100, 2), "data is NULL"),
         (lambda: encode(0, 1000, data, 100, 2), "encoded is NULL"),
@@ -353,8 +347,8 @@ def wrong_calls(room: Bytes) -> list[tuple[Callable[[], object], str]]:
         (lambda: encode(to, 1000, data, 2**61, 2), "there are 2305843009213693952"),
         (lambda: encode(to, 1000, 2**64 - 4, 100, 2), "past the end of memory"),
         (lambda: encode(to, 1000, data, 100, 1), "dtype is 1, expected BF16 (2)"),
-        (lambda: _abi.check(raw(to, 1000, None, numbers.ctypes.data, 100, 2)), "bytes is NULL"),
-        (lambda: _abi_lossless.num_numbers(0, 24), "encoded is NULL"),
+        (lambda: abi.check(raw(to, 1000, None, numbers.ctypes.data, 100, 2)), "bytes is NULL"),
+        (lambda: abi_lossless.num_numbers(0, 24), "encoded is NULL"),
         (lambda: decode(one[0], 0, 2, *one), "overlaps encoded"),
         (lambda: decode(data, 4200, 1, *one), "numbers 4200 to 4201 are asked for"),
         (lambda: lossless.decode(header(ONE, 4, 2, 1)), "encoded has version 2, expected 1"),
@@ -366,7 +360,7 @@ def test_the_functions_of_c_refuse_addresses() -> None:
     for call, sentence in wrong_calls(room):
         with pytest.raises(KvxError, match=re.escape(sentence)):
             call()
-    assert _abi_lossless.bound(2**61) == 2**64 - 1
+    assert abi_lossless.bound(2**61) == 2**64 - 1
     assert not room.any()
 
 

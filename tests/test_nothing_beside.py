@@ -22,11 +22,11 @@ from kvx_core import (
     Plane,
     SeqLens,
     SlotMapping,
-    _abi,
     describe,
     migrate,
 )
-from kvx_core.lookup import find_tokens
+from kvx_core._c import abi
+from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.snapshot import Section, Snapshot
 from tests.calls import Backend
 from tests.planes import Paged, View
@@ -45,9 +45,9 @@ def test_zeros_are_as_wide_as_the_destination(
     dst = torch.full((2, 2, 1, 3), SENTINEL, dtype=dst_dtype)
     kept: list[object] = []
 
-    def view(tensor: torch.Tensor, block: int) -> _abi.kvx_span_t:
+    def view(tensor: torch.Tensor, block: int) -> abi.kvx_span_t:
         table = torch.tensor([[block]])
-        found = _abi.kvx_block_table_t(
+        found = abi.kvx_block_table_t(
             format=1,
             index_dtype=7,
             seq_count=1,
@@ -55,21 +55,21 @@ def test_zeros_are_as_wide_as_the_destination(
             indices=backend.address(table),
             indices_count=1,
         )
-        cache = _abi.kvx_cache_desc_t(
+        cache = abi.kvx_cache_desc_t(
             num_blocks=2, block_size=2, num_kv_heads=1, head_dim=3, k=backend.tensor(tensor, 1)
         )
         kept.append((table, found, cache))
-        return _abi.kvx_span_t(
+        return abi.kvx_span_t(
             num_layers=1,
-            layers=_abi.pointer_array([cache], _abi.kvx_cache_desc_t),
+            layers=abi.pointer_array([cache], abi.kvx_cache_desc_t),
             block_table=ctypes.pointer(found),
         )
 
     from_, to = view(src, -1), view(dst, 0)
     lens = torch.tensor([1])
     seq_lens = backend.seq_lens(lens)
-    desc = _abi.kvx_migrate_desc_t(
-        flags=_abi.FLAG_ZERO_FILL,
+    desc = abi.kvx_migrate_desc_t(
+        flags=abi.FLAG_ZERO_FILL,
         seq_lens=ctypes.pointer(seq_lens),
         src=ctypes.pointer(from_),
         dst=ctypes.pointer(to),

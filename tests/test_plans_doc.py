@@ -11,7 +11,7 @@ import torch
 
 import kvx_core
 from kvx_core import CacheDesc, CacheFacts, CacheView, Plan, describe
-from kvx_core.one_end import cut, cut_of, one_end
+from kvx_core.ops.end_ranges import cut, cut_of, one_end
 from kvx_core.types import Layout
 from tests.documents import Document
 

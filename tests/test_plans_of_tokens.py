@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi, _abi_plan
-from kvx_core._abi_plan import kvx_end_lookup_t, kvx_plan_lookups_t
+from kvx_core._c import abi, abi_plan
+from kvx_core._c.abi_plan import kvx_end_lookup_t, kvx_plan_lookups_t
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.types import DType, Memory
 from tests import reference, tables, test_find_scales, test_write_gather
@@ -65,13 +65,13 @@ class Reused(Planned):
         cache, desc, options = self.given(*structs)
         empty = type(desc).from_buffer_copy(desc)
         empty.io.num_tokens = 0
-        if isinstance(desc, _abi.kvx_write_desc_t):
-            slots = _abi.kvx_slot_mapping_t.from_buffer_copy(desc.slots)
+        if isinstance(desc, abi.kvx_write_desc_t):
+            slots = abi.kvx_slot_mapping_t.from_buffer_copy(desc.slots)
             lookups = kvx_plan_lookups_t(dst=kvx_end_lookup_t(slots=ctypes.pointer(slots)))
             empty.slots.token_count, empty.slots.slots = 0, None
         else:
-            table = _abi.kvx_block_table_t.from_buffer_copy(desc.block_table)
-            lens = _abi.kvx_seq_lens_t.from_buffer_copy(desc.seq_lens)
+            table = abi.kvx_block_table_t.from_buffer_copy(desc.block_table)
+            lens = abi.kvx_seq_lens_t.from_buffer_copy(desc.seq_lens)
             lookups = kvx_plan_lookups_t(
                 max_seq_len=desc.max_seq_len,
                 seq_lens=ctypes.pointer(lens),
@@ -81,7 +81,7 @@ class Reused(Planned):
             for tensor in (empty.io.key, empty.io.value):
                 if tensor.ndim:
                     tensor.shape[1 if tensor.ndim == 4 else 0] = 0
-        io = _abi.kvx_kv_io_desc_t.from_buffer_copy(desc.io)
+        io = abi.kvx_kv_io_desc_t.from_buffer_copy(desc.io)
         lookups.io = ctypes.pointer(io)
         empty.io.key.data = empty.io.value.data = None
         with planned(self, cache, empty, options, create=CREATE[function]) as plan:
@@ -163,7 +163,7 @@ class OneWrite:
         self.cache = on.layer(cache.layers[-1], cache.bytes_per_block)
         self.io = on.io(key, value, slots.numel())
         self.slots = on.slots(slots)
-        self.desc = _abi.kvx_write_desc_t(io=self.io, slots=self.slots)
+        self.desc = abi.kvx_write_desc_t(io=self.io, slots=self.slots)
 
     def lookups(self) -> kvx_plan_lookups_t:
         end = kvx_end_lookup_t(slots=ctypes.pointer(self.slots))
@@ -225,7 +225,7 @@ def test_describe_counts(backend: Backend, seed: int) -> None:
         assert (plane.num_heads, plane.vector_size) == (seed, 8 * seed)
         assert plane.kernel == (b"blocks" if on_device else b"copy") or on_device
     if backend.mirror is not None:
-        assert info.num_tokens == _abi_plan.UNKNOWN
+        assert info.num_tokens == abi_plan.UNKNOWN
         return
     token = seed * 8 * seed * 2
     moved = int((slots >= 0).sum())
@@ -242,17 +242,17 @@ def test_describe_of_a_gather(backend: Backend) -> None:
     out = [torch.zeros(2, 8, t.shape[2], t.shape[3]) for t in key_value_shapes(layer)]
     for zero_fill in (False, True):
         table, lens = backend.block_table(end), backend.seq_lens(lengths)
-        desc = _abi.kvx_gather_desc_t(
+        desc = abi.kvx_gather_desc_t(
             io=backend.io(out[0], out[1], 16), block_table=table, seq_lens=lens, max_seq_len=8
         )
-        options = _abi.kvx_gather_options_t(flags=_abi.FLAG_ZERO_FILL * zero_fill)
+        options = abi.kvx_gather_options_t(flags=abi.FLAG_ZERO_FILL * zero_fill)
         structs = backend.layer(layer), desc, options
         with planned(backend, *structs, create="kvx_plan_create_gather") as plan:
             info, planes = plan.describe()
             with pytest.raises(UnsupportedError, match=r"^K of layer 0 has another dtype"):
                 plan.ranges()
         assert info.num_sequences == 2
-        assert [plane.flags for plane in planes] == [_abi_plan.CONVERTS | _abi_plan.EXACT] * 2
+        assert [plane.flags for plane in planes] == [abi_plan.CONVERTS | abi_plan.EXACT] * 2
         if backend.mirror is not None:
             continue
         token = out[0][0, 0].numel() * 4
@@ -316,7 +316,7 @@ def test_lookups_that_a_gather_has_no_use_for() -> None:
     layer, end = cache.layers[-1], tables.packed(cache, [3, 1], 1)
     out = [torch.zeros(2, 4, 2, 16, dtype=torch.bfloat16) for _ in range(2)]
     table, lens = CPU.block_table(end), CPU.seq_lens(torch.tensor([3, 1]))
-    desc = _abi.kvx_gather_desc_t(
+    desc = abi.kvx_gather_desc_t(
         io=CPU.io(*out, 8), block_table=table, seq_lens=lens, max_seq_len=4
     )
     slots = CPU.slots(torch.tensor([1]))
@@ -363,7 +363,7 @@ def test_what_a_call_refuses_is_not_planned(create: str) -> None:
     made = OneWrite(CPU, cache, tokens, torch.tensor([1, 2, 3]))
     desc = made.desc
     if create.endswith("gather"):
-        desc = _abi.kvx_gather_desc_t(
+        desc = abi.kvx_gather_desc_t(
             io=made.io,
             block_table=CPU.block_table(tables.packed(cache, [3], 1)),
             seq_lens=CPU.seq_lens(torch.tensor([3])),
@@ -374,7 +374,7 @@ def test_what_a_call_refuses_is_not_planned(create: str) -> None:
         Plan(CPU, made.cache, desc, None, create=create)
     with pytest.raises(InvalidArgumentError, match=r"^cache is NULL"):
         Plan(CPU, None, desc, None, create=create)
-    library = _abi_plan.declare(_abi.library())
+    library = abi_plan.declare(abi.library())
     assert getattr(library, create)(made.cache, desc, None, None) == 1
     assert b"plan is NULL" in library.kvx_last_error()
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvx_core import _abi, _abi_plan, use_openmp
-from kvx_core._abi_plan import (
+from kvx_core import use_openmp
+from kvx_core._c import abi, abi_plan
+from kvx_core._c.abi_plan import (
     kvx_plan_info_t,
     kvx_plane_info_t,
     kvx_take_ranges_t,
@@ -84,7 +85,7 @@ def test_planes_are_described_by_layer_and_role() -> None:
         ends.append(views[-1].to_c(on))
     lengths = torch.tensor([5])
     lens = on.seq_lens(lengths)
-    desc = _abi.kvx_migrate_desc_t(
+    desc = abi.kvx_migrate_desc_t(
         seq_lens=ctypes.pointer(lens), src=ctypes.pointer(ends[0]), dst=ctypes.pointer(ends[1])
     )
     with planned(on, desc) as plan:
@@ -184,7 +185,7 @@ def test_a_plan_runs_again_with_other_lookups(
             (src, src_end),
             (dst, dst_end),
             torch.tensor(lengths),
-            flags=_abi.FLAG_ZERO_FILL,
+            flags=abi.FLAG_ZERO_FILL,
         )
         return made, (src_end, dst_end, lengths)
 
@@ -297,13 +298,13 @@ def test_a_bad_index_moves_nothing(backend: Backend) -> None:
 
 
 def test_no_plan(backend: Backend) -> None:
-    library = _abi_plan.declare(backend.library())
+    library = abi_plan.declare(backend.library())
     with pytest.raises(InvalidArgumentError, match=r"^plan is NULL$"):
-        _abi.check(library.kvx_plan_run(None, None, None), library)
+        abi.check(library.kvx_plan_run(None, None, None), library)
     src, dst = both_ends(1, ("packed", "packed"))
     made = Migration(backend, (src, packed([[1]])), (dst, packed([[2]], 8)), torch.tensor([3]))
     with pytest.raises(InvalidArgumentError, match=r"^plan is NULL$"):
-        _abi.check(library.kvx_plan_create(made.desc, None), library)
+        abi.check(library.kvx_plan_create(made.desc, None), library)
     library.kvx_plan_free(None)
 
 
@@ -324,7 +325,7 @@ def test_describe_counts(backend: Backend, seed: int, zero_fill: bool) -> None:
     src, dst = both_ends(seed, ("packed", "packed"))
     src_end = tables.packed(src, lengths, seed, nulls=0.4)
     dst_end = tables.packed(dst, lengths, seed + 1, shared=False, nulls=0.3)
-    flags = _abi.FLAG_ZERO_FILL * zero_fill
+    flags = abi.FLAG_ZERO_FILL * zero_fill
     made = Migration(backend, (src, src_end), (dst, dst_end), torch.tensor(lengths), flags=flags)
     expected = dst.clone()
     with planned(backend, made.desc) as plan:
@@ -352,7 +353,7 @@ def test_describe_counts(backend: Backend, seed: int, zero_fill: bool) -> None:
     assert info.num_launches == on_device  # all planes differ in their pointers alone
     assert info.num_threads == (0 if on_device else 1)
     for plane in planes:
-        assert plane.flags == _abi_plan.EXACT
+        assert plane.flags == abi_plan.EXACT
         assert (plane.src_dtype, plane.dst_dtype) == (DType.BF16, DType.BF16)
         assert (plane.num_heads, plane.vector_size) == (seed, 8 * seed + 8)
         assert plane.launch == 0
@@ -360,7 +361,7 @@ def test_describe_counts(backend: Backend, seed: int, zero_fill: bool) -> None:
         # One head: a token after the other at both ends, 4 in a block of the source.
         assert plane.run_bytes == vector
     if not is_known(backend):
-        assert {info.num_tokens, info.bytes_read, planes[0].num_vectors} == {_abi_plan.UNKNOWN}
+        assert {info.num_tokens, info.bytes_read, planes[0].num_vectors} == {abi_plan.UNKNOWN}
         return
     written = moved + null_src * zero_fill
     assert (info.num_tokens, info.num_moved) == (sum(lengths), moved)
@@ -399,7 +400,7 @@ def test_which_conversions_are_exact(
     converts = src_dtype != dst_dtype
     exact = is_exact(src_dtype, dst_dtype)
     for plane in planes:
-        assert plane.flags == converts * _abi_plan.CONVERTS + exact * _abi_plan.EXACT
+        assert plane.flags == converts * abi_plan.CONVERTS + exact * abi_plan.EXACT
         assert bool(plane.run_bytes) != converts
         if converts:
             assert plane.kernel in (b"convert", b"generic")
@@ -416,7 +417,7 @@ def test_describe_of_merged_planes_and_of_scales(backend: Backend) -> None:
     assert (info.num_planes, info.is_exact) == (2, 1)
     for layer, plane in enumerate(planes):
         assert (plane.layer, plane.role, plane.vector_size) == (layer, 0, 48)
-        assert plane.flags == _abi_plan.EXACT | _abi_plan.JOINED
+        assert plane.flags == abi_plan.EXACT | abi_plan.JOINED
         assert plane.run_bytes == 4 * 3 * 48 * 2  # a block
     src = LAYOUTS["nhd"](g, torch.float8_e4m3fn, 1).with_scales(
         lambda half, name: (torch.tensor(0.5), ScaleGranularity.PER_TENSOR)
@@ -425,7 +426,7 @@ def test_describe_of_merged_planes_and_of_scales(backend: Backend) -> None:
     with planned(backend, made.desc) as plan:
         info, planes = plan.describe()
     assert (info.num_planes, info.is_exact) == (4, 0)
-    assert {plane.flags for plane in planes} == {_abi_plan.CONVERTS}
+    assert {plane.flags for plane in planes} == {abi_plan.CONVERTS}
 
 
 def test_describe_says_what_run_would_refuse(backend: Backend) -> None:
@@ -442,7 +443,7 @@ def test_describe_says_what_run_would_refuse(backend: Backend) -> None:
 
         def refused(sentence: str, *arguments: Any) -> None:
             with pytest.raises(InvalidArgumentError) as error:
-                _abi.check(library.kvx_plan_describe(plan.handle, None, *arguments), library)
+                abi.check(library.kvx_plan_describe(plan.handle, None, *arguments), library)
             assert str(error.value) == sentence
 
         refused("info is NULL", None, None, 0)
@@ -484,7 +485,7 @@ def test_ranges_are_the_copies_of_a_run(
     make = tables.kv_offsets if src_layout == "tensorrt_llm" else tables.packed
     src_end = make(src, LENGTHS, seed, nulls=0.2)
     dst_end = tables.packed(dst, LENGTHS, seed + 1, shared=False, nulls=0.1)
-    for flags in (0, _abi.FLAG_ZERO_FILL):
+    for flags in (0, abi.FLAG_ZERO_FILL):
         made = Migration(
             in_place, (src, src_end), (dst, dst_end), torch.tensor(LENGTHS), flags=flags
         )
@@ -553,7 +554,7 @@ def test_a_taker_may_have_enough(in_place: Backend) -> None:
     with planned(in_place, made.desc) as plan:
         all_ranges = plan.ranges()
         library = plan.library
-        _abi.check(library.kvx_plan_ranges(plan.handle, None, take, None), library)
+        abi.check(library.kvx_plan_ranges(plan.handle, None, take, None), library)
     assert len(all_ranges) > 2 * 4096
     assert counts == [4096, 4096]
 
@@ -576,7 +577,7 @@ def test_ranges_need_a_taker_and_good_indices(in_place: Backend) -> None:
     with planned(in_place, bad.desc) as plan:
         library = plan.library
         with pytest.raises(InvalidArgumentError, match=r"^take is NULL$"):
-            _abi.check(
+            abi.check(
                 library.kvx_plan_ranges(plan.handle, None, kvx_take_ranges_t(), None), library
             )
         with pytest.raises(OutOfRangeError, match=r"src\.block_table\.indices\[0\] is 23"):

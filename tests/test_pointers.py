@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, SeqLens, _abi, describe
+from kvx_core import (
+    BlockTable,
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    SeqLens,
+    describe,
+)
+from kvx_core._c import abi
+from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError
-from kvx_core.lookup import find_tokens
-from kvx_core.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_tokens
 from tests.calls import Backend
 
 BS, HEADS, DIM, BLOCKS, LAYERS = 4, 3, 16, 7, 3
@@ -35,24 +43,24 @@ class Stack:
         values = pool.to(torch.int16).view(torch.bfloat16)
         return cls(on, [[values[b, p] for b in range(BLOCKS)] for p in range(2 * LAYERS)])
 
-    def cache(self, layer: int, *, pointers: bool) -> _abi.kvx_cache_desc_t:
+    def cache(self, layer: int, *, pointers: bool) -> abi.kvx_cache_desc_t:
         """One layer: a pool with block ids or, for POINTERS, any one of its blocks."""
         tensors = []
         for plane in (2 * layer, 2 * layer + 1):
             first = self.blocks[plane][0]
             stride = (2 * LAYERS * BS * HEADS * DIM, HEADS * DIM, DIM, 1)
             tensors.append(
-                _abi.kvx_tensor_desc_t(
+                abi.kvx_tensor_desc_t(
                     dtype=2,
                     layout=1,
                     memory=self.on.memory,
                     ndim=4,
-                    shape=_abi.dims((1 if pointers else BLOCKS, BS, HEADS, DIM)),
-                    stride=_abi.dims(stride),
+                    shape=abi.dims((1 if pointers else BLOCKS, BS, HEADS, DIM)),
+                    stride=abi.dims(stride),
                     data=self.on.address(first),
                 )
             )
-        return _abi.kvx_cache_desc_t(
+        return abi.kvx_cache_desc_t(
             num_blocks=1 if pointers else BLOCKS,
             block_size=BS,
             num_kv_heads=HEADS,
@@ -63,7 +71,7 @@ class Stack:
 
     def view(
         self, ids: list[list[int]], *, pointers: bool, nulls: Any = (), change: Any = None
-    ) -> _abi.kvx_span_t:
+    ) -> abi.kvx_span_t:
         """`nulls`: (row, column, plane) of NULL pointers; `change`: done to the table."""
         rows, columns = len(ids), len(ids[0])
         if pointers:
@@ -77,8 +85,8 @@ class Stack:
                 change(table)
         else:
             table = torch.tensor(ids)
-        desc = _abi.kvx_block_table_t(
-            flags=_abi.FLAG_HOLES,
+        desc = abi.kvx_block_table_t(
+            flags=abi.FLAG_HOLES,
             format=4 if pointers else 1,
             index_dtype=9 if pointers else 7,
             seq_count=rows,
@@ -88,17 +96,17 @@ class Stack:
         )
         layers = [self.cache(layer, pointers=pointers) for layer in range(LAYERS)]
         self.kept += [table, desc, layers]
-        return _abi.kvx_span_t(
+        return abi.kvx_span_t(
             num_layers=LAYERS,
-            layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
+            layers=abi.pointer_array(layers, abi.kvx_cache_desc_t),
             block_table=ctypes.pointer(desc),
         )
 
 
-def migrate(on: Backend, src: _abi.kvx_span_t, dst: _abi.kvx_span_t, *, flags: int = 0) -> None:
+def migrate(on: Backend, src: abi.kvx_span_t, dst: abi.kvx_span_t, *, flags: int = 0) -> None:
     lens = torch.tensor(LENGTHS)
     struct = on.seq_lens(lens)
-    desc = _abi.kvx_migrate_desc_t(
+    desc = abi.kvx_migrate_desc_t(
         flags=flags,
         seq_lens=ctypes.pointer(struct),
         src=ctypes.pointer(src),
@@ -152,7 +160,7 @@ def test_a_null_pointer_is_a_null_block_of_its_plane_alone(backend: Backend, zer
         backend,
         source.view(at_src, pointers=True, nulls={(0, 1, 3)}),
         found.view(at_dst, pointers=True, nulls={(2, 0, 4)}),
-        flags=_abi.FLAG_ZERO_FILL if zero else 0,
+        flags=abi.FLAG_ZERO_FILL if zero else 0,
     )
     for plane in range(2 * LAYERS):
         expected = [block.clone() for block in before[plane]]
@@ -254,10 +262,10 @@ def test_gather(backend: Backend, seed: int) -> None:
     table[0, 1, 1] = 0
     key, value = torch.full((2, 3, 9, HEADS, DIM), -1.0, dtype=torch.bfloat16)
     lens = torch.tensor(LENGTHS)
-    gather = _abi.kvx_gather_desc_t(
+    gather = abi.kvx_gather_desc_t(
         io=backend.io(key, value, 27),
-        block_table=_abi.kvx_block_table_t(
-            flags=_abi.FLAG_HOLES,
+        block_table=abi.kvx_block_table_t(
+            flags=abi.FLAG_HOLES,
             format=4,
             index_dtype=9,
             seq_count=3,

@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, _abi, describe, migrate, verify
+from kvx_core import (
+    BlockTable,
+    CacheDesc,
+    CacheFacts,
+    CacheView,
+    describe,
+    migrate,
+    verify,
+)
+from kvx_core._c import abi
+from kvx_core.desc.find_tokens import find_tokens
+from kvx_core.desc.tables import BlockTableFormat, SeqLens
 from kvx_core.errors import OutOfRangeError
-from kvx_core.lookup import find_tokens
-from kvx_core.tables import BlockTableFormat, SeqLens
 from tests.calls import Backend
 
 BS, COLUMNS, HEADS, DIM, BLOCKS = 4, 3, 2, 8, 11
@@ -55,7 +64,7 @@ class Case:
         times = (max(self.starts) + RING) // RING + 1
         ids = torch.tensor([row if self.ring else row * times for row in self.rows])
         self.kept.append(ids)
-        return _abi.kvx_block_table_t(
+        return abi.kvx_block_table_t(
             format=BlockTableFormat.RING if self.ring else BlockTableFormat.PACKED,
             index_dtype=7,
             seq_count=ROWS,
@@ -64,47 +73,45 @@ class Case:
             indices_count=ids.numel(),
         )
 
-    def paged(self) -> _abi.kvx_span_t:
+    def paged(self) -> abi.kvx_span_t:
         starts = torch.tensor(self.starts)
         table, first = self.table(), self.on.seq_lens(starts)
         layer = self.layer(*self.pools)
         self.kept += [starts, table, first, layer]
-        return _abi.kvx_span_t(
+        return abi.kvx_span_t(
             num_layers=1,
-            layers=_abi.pointer_array([layer], _abi.kvx_cache_desc_t),
+            layers=abi.pointer_array([layer], abi.kvx_cache_desc_t),
             block_table=ctypes.pointer(table),
             starts=ctypes.pointer(first),
         )
 
-    def dense(self, k: Tensor, v: Tensor) -> _abi.kvx_span_t:
+    def dense(self, k: Tensor, v: Tensor) -> abi.kvx_span_t:
         layer = self.layer(k, v)
         self.kept.append(layer)
-        return _abi.kvx_span_t(
-            num_layers=1, layers=_abi.pointer_array([layer], _abi.kvx_cache_desc_t)
-        )
+        return abi.kvx_span_t(num_layers=1, layers=abi.pointer_array([layer], abi.kvx_cache_desc_t))
 
-    def layer(self, *tensors: Tensor) -> _abi.kvx_cache_desc_t:
+    def layer(self, *tensors: Tensor) -> abi.kvx_cache_desc_t:
         blocks, size = tensors[0].shape[:2]
         k, v = (
-            _abi.kvx_tensor_desc_t(
+            abi.kvx_tensor_desc_t(
                 dtype=2,
                 layout=1,
                 memory=self.on.memory,
                 ndim=4,
-                shape=_abi.dims(tensor.shape),
-                stride=_abi.dims(tensor.stride()),
+                shape=abi.dims(tensor.shape),
+                stride=abi.dims(tensor.stride()),
                 data=self.on.address(tensor),
             )
             for tensor in tensors
         )
-        return _abi.kvx_cache_desc_t(
+        return abi.kvx_cache_desc_t(
             num_blocks=blocks, block_size=size, num_kv_heads=HEADS, head_dim=DIM, k=k, v=v
         )
 
-    def move(self, src: _abi.kvx_span_t, dst: _abi.kvx_span_t) -> None:
+    def move(self, src: abi.kvx_span_t, dst: abi.kvx_span_t) -> None:
         lens = torch.tensor(self.lens)
         struct = self.on.seq_lens(lens)
-        desc = _abi.kvx_migrate_desc_t(
+        desc = abi.kvx_migrate_desc_t(
             seq_lens=ctypes.pointer(struct), src=ctypes.pointer(src), dst=ctypes.pointer(dst)
         )
         self.on.call("kvx_migrate_kv", desc)

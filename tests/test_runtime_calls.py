@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvx_core import UnsupportedError, _abi, _bound, tensors
+from kvx_core import UnsupportedError
+from kvx_core._c import abi, bound
+from kvx_core.desc import tensors
 from kvx_core.types import Memory
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.calls import CPU, HOSTGRID, View
@@ -69,8 +71,8 @@ class OneLayer:
         (tokens,) = tokens_of(self.cache.layers, 14, BF16, 1)
         slots = torch.randperm(16)[:14]
         self.desc = HOSTGRID.layer(layer)
-        self.write = _abi.kvx_write_desc_t(io=HOSTGRID.io(*tokens, 14), slots=HOSTGRID.slots(slots))
-        self.gather = _abi.kvx_gather_desc_t(
+        self.write = abi.kvx_write_desc_t(io=HOSTGRID.io(*tokens, 14), slots=HOSTGRID.slots(slots))
+        self.gather = abi.kvx_gather_desc_t(
             io=HOSTGRID.io(*tokens, 14),
             block_table=HOSTGRID.block_table(Packed(TABLE, 4)),
             seq_lens=HOSTGRID.seq_lens(LENGTHS),
@@ -88,7 +90,7 @@ class Migration:
         ]
         self.lens = HOSTGRID.seq_lens(LENGTHS)
         src_desc, dst_desc = (ctypes.pointer(end.desc) for end in self.ends)
-        self.desc = _abi.kvx_migrate_desc_t(
+        self.desc = abi.kvx_migrate_desc_t(
             seq_lens=ctypes.pointer(self.lens), src=src_desc, dst=dst_desc
         )
 
@@ -105,7 +107,7 @@ def test_v_among_the_elements_of_k_is_not_asked_for() -> None:
     """[block, K or V, token, head, dim] in one allocation."""
     one, whole = OneLayer(), torch.zeros(4, 2, 4, 2, 16, dtype=BF16)
     for tensor, half in zip((one.desc.k, one.desc.v), whole.unbind(1), strict=True):
-        tensor.data, tensor.stride = HOSTGRID.address(half), _abi.dims(half.stride())
+        tensor.data, tensor.stride = HOSTGRID.address(half), abi.dims(half.stride())
     assert asked(lambda: HOSTGRID.launch("kvx_write_kv", one.desc, one.write)) == Asked(1, 4)
 
 
@@ -121,10 +123,10 @@ def test_a_write_of_layers(num_layers: int, dtype: torch.dtype) -> None:
     cache = filled("nhd", num_layers, 1, dtype)
     tokens = tokens_of(cache.layers, 1, BF16, 1)
     write = Write(HOSTGRID, cache.layers, tokens, torch.tensor([3]))
-    options = _abi.kvx_write_options_t()
+    options = abi.kvx_write_options_t()
     structs = (
-        _abi.pointer_array(write.caches, _abi.kvx_cache_desc_t),
-        _abi.pointer_array(write.writes, _abi.kvx_write_desc_t),
+        abi.pointer_array(write.caches, abi.kvx_cache_desc_t),
+        abi.pointer_array(write.writes, abi.kvx_write_desc_t),
         num_layers,
         options,
     )
@@ -193,7 +195,7 @@ def test_pageable_memory_is_refused_again_and_again(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Bound calls of the host grid that read torch's CPU tensors as those of CUDA device `id`."""
-    found = _bound._torch_type()
+    found = bound._torch_type()
     if found is None:
         pytest.skip("C reads no tensors of this torch")
     reader = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -209,10 +211,10 @@ def cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     device.kept = read  # whose address C has
     address = ctypes.cast(read, ctypes.c_void_p).value
-    changed = _bound._TensorType(*(getattr(found, name) for name, _ in found._fields_))
+    changed = bound._TensorType(*(getattr(found, name) for name, _ in found._fields_))
     changed.to_dlpack = address
-    monkeypatch.setattr(_bound, "_torch_type", lambda: changed)
-    monkeypatch.setattr(_abi, "library", HOSTGRID.library)
+    monkeypatch.setattr(bound, "_torch_type", lambda: changed)
+    monkeypatch.setattr(abi, "library", HOSTGRID.library)
     return device
 
 
@@ -224,25 +226,25 @@ def test_bound_layers_of_torch_ask_nothing(cuda_tensors: SimpleNamespace, num_la
     for layer, (key, value) in zip(expected.layers, tokens, strict=True):
         CPU.write(layer, key, value, slots)
     empty = Write(HOSTGRID, cache.layers, tokens, slots)
-    tensor = _abi.kvx_tensor_desc_t
+    tensor = abi.kvx_tensor_desc_t
     for write in empty.writes:
         write.io.key, write.io.value = tensor(), tensor()
 
-    def bound(owner: int) -> Callable[[], object]:
-        held = _bound.Held([half.tensor for layer in cache.layers for half in layer.halves()])
+    def of_owner(owner: int) -> Callable[[], object]:
+        held = bound.Held([half.tensor for layer in cache.layers for half in layer.halves()])
         device = Memory.DEVICE
-        binding = _bound.Binding((held,), device, device, HOSTGRID.stream, owner=owner)
-        options = _abi.kvx_write_options_t()
-        call = _bound.write_layers(binding, empty.caches, empty.writes, options)
+        binding = bound.Binding((held,), device, device, HOSTGRID.stream, owner=owner)
+        options = abi.kvx_write_options_t()
+        call = bound.write_layers(binding, empty.caches, empty.writes, options)
         keys, values = zip(*tokens, strict=True)
-        return lambda: _abi.check(call(slots, *keys, *values), HOSTGRID.library())
+        return lambda: abi.check(call(slots, *keys, *values), HOSTGRID.library())
 
     all_of_them = Asked(1, 4 * num_layers + 1)
-    assert asked(bound(0)) == Asked(1, 0)
+    assert asked(of_owner(0)) == Asked(1, 0)
     assert_same_bytes(cache, expected)
-    assert asked(bound(-1)) == all_of_them  # the caches may be anyone's
+    assert asked(of_owner(-1)) == all_of_them  # the caches may be anyone's
     cuda_tensors.id = 1
-    assert asked(bound(0)) == all_of_them  # the tokens are of another device
+    assert asked(of_owner(0)) == all_of_them  # the tokens are of another device
 
 
 def test_the_device_of_all_owners(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from kvx_core import files
+from kvx_core._c import os_files
 from kvx_core.connector import boundary, settings
 from kvx_core.snapshot import pieces, record, secrets
 from kvx_core.stores import config, covers, index, kinds, marks, names, root, space, walk
@@ -78,6 +78,6 @@ def test_nothing_reads_gguf_files() -> None:
 
 def test_the_file_systems_that_are_told() -> None:
     names = {"_EXT4": "ext4", "_XFS": "XFS", "_BTRFS": "Btrfs", "_F2FS": "F2FS"}
-    known = {getattr(files, name) for name in (*names, "_OVERLAY")}
-    assert known == files._TELL_OF_MAPPED_WRITES
+    known = {getattr(os_files, name) for name in (*names, "_OVERLAY")}
+    assert known == os_files._TELL_OF_MAPPED_WRITES
     assert f"only on {', '.join(names.values())} and overlays of them" in TEXT

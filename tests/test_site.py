@@ -212,7 +212,7 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
 @pytest.mark.slow
 def test_parameters_are_a_list(site: Path) -> None:
     page = (site / "reference/python/kvx_core.html").read_text()
-    migrate = page.partition('<h2 id="kvx_core.migrate.migrate"')[2].partition("<h2")[0]
+    migrate = page.partition('<h2 id="kvx_core.ops.migrate.migrate"')[2].partition("<h2")[0]
     for parameter in ("src, dst", "seq_lens", "same_model", "hadamard_k, hadamard_v"):
         assert f"<strong><code>{parameter}</code></strong>: " in migrate, parameter
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, UnsupportedError, _abi, _abi_turboquant
+from kvx_core import InvalidArgumentError, UnsupportedError
+from kvx_core._c import abi, abi_turboquant
 from kvx_core.encodings import turboquant
 from tests import lloyd_max
 from tests.native import ROOT, run, sentences_in
@@ -329,13 +330,13 @@ def wrong_calls(values: npt.NDArray[np.float32], units: Bytes) -> list[tuple[str
 
 def test_the_functions_of_c_refuse_addresses() -> None:
     """And what they say is all that they can say."""
-    lib = _abi_turboquant.functions()
+    lib = abi_turboquant.functions()
     values = np.ones((2, 64), np.float32)
     units = np.full((4, 100), 7, np.uint8)
     said = []
     for name, arguments, sentence in wrong_calls(values, units):
         with pytest.raises(InvalidArgumentError, match=re.escape(sentence)) as raised:
-            _abi.check(getattr(lib, f"kvx_turboquant_{name}")(*arguments))
+            abi.check(getattr(lib, f"kvx_turboquant_{name}")(*arguments))
         said.append(str(raised.value))
     assert (units == 7).all()
     assert (values == 1).all()
@@ -352,13 +353,13 @@ def test_bytes_between_units_and_rows_stay() -> None:
     values = np.full((5, 70), 9, np.float32)
     values[:, :64] = vectors(5, 64, 1)
     units = np.full((5, 33), 7, np.uint8)
-    lib = _abi_turboquant.functions()
+    lib = abi_turboquant.functions()
     u, v = units.ctypes.data, values.ctypes.data
-    _abi.check(lib.kvx_turboquant_encode(u, 33, v, 70, 5, 64, 3, 0))
+    abi.check(lib.kvx_turboquant_encode(u, 33, v, 70, 5, 64, 3, 0))
     assert (units[:, 26:] == 7).all()
     assert np.array_equal(units[:, :26], turboquant.encode(values[:, :64], 3))
     before = units.copy()
-    _abi.check(lib.kvx_turboquant_decode(v, 70, u, 33, 5, 64, 3, 0))
+    abi.check(lib.kvx_turboquant_decode(v, 70, u, 33, 5, 64, 3, 0))
     assert (values[:, 64:] == 9).all()
     assert np.array_equal(values[:, :64], turboquant.decode(units, 64, 3))
     assert np.array_equal(units, before)

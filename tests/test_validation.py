@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi, _abi_attend, _abi_hybrid, _abi_plan
-from kvx_core._abi_plan import kvx_take_ranges_t
+from kvx_core._c import abi, abi_attend, abi_hybrid, abi_plan
+from kvx_core._c.abi_plan import kvx_take_ranges_t
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError, UnsupportedError
 from kvx_core.types import ScaleGranularity
 from tests.block_calls import Blocks
@@ -62,8 +62,8 @@ class Call:
         structs = [self.roots[name] for name in self.arguments]
         if self.function in WITHOUT_STREAM:
             library = self.on.library()
-            _abi_attend.declare(library)
-            _abi.check(getattr(library, self.function)(*structs), library)
+            abi_attend.declare(library)
+            abi.check(getattr(library, self.function)(*structs), library)
         else:
             self.on.call(self.function, *structs)
 
@@ -140,7 +140,7 @@ def write(on: Backend, dtype: torch.dtype = BF16, layout: str = "mixed") -> Call
     slots = torch.tensor([3, -1, 17])
     roots = {
         "cache": on.layer(layer),
-        "write": _abi.kvx_write_desc_t(
+        "write": abi.kvx_write_desc_t(
             io=on.io(key, None if layer.v is None else value, 3),
             slots=on.slots(slots),
             k_scale_desc=on.scale(layer.k),
@@ -178,14 +178,14 @@ def write_one_scale(on: Backend) -> Call:
     call = write(on, E4M3)
     scale = call.roots["scale"] = torch.tensor([0.5])
     desc = call.roots["write"]
-    desc.k_scale_desc = desc.v_scale_desc = _abi.kvx_scale_desc_t()
+    desc.k_scale_desc = desc.v_scale_desc = abi.kvx_scale_desc_t()
     desc.k_scale = desc.v_scale = on.address(scale)
     return call
 
 
 def write_with_options(on: Backend) -> Call:
     call = write(on)
-    call.roots["options"] = _abi.kvx_write_options_t()
+    call.roots["options"] = abi.kvx_write_options_t()
     arguments = ("cache", "write", "options")
     return replace(call, function="kvx_write_kv_ext", arguments=arguments)
 
@@ -196,14 +196,14 @@ def write_layers(on: Backend) -> Call:
     key, value = torch.zeros(2, 3, 2, 16, dtype=BF16)
     slots = torch.tensor([3, -1, 17])
     writes = [
-        _abi.kvx_write_desc_t(io=on.io(key, value, 3), slots=on.slots(slots)) for _ in cache.layers
+        abi.kvx_write_desc_t(io=on.io(key, value, 3), slots=on.slots(slots)) for _ in cache.layers
     ]
     caches = [on.layer(layer) for layer in cache.layers]
     roots = {
-        "caches": _abi.pointer_array(caches, _abi.kvx_cache_desc_t),
-        "writes": _abi.pointer_array(writes, _abi.kvx_write_desc_t),
+        "caches": abi.pointer_array(caches, abi.kvx_cache_desc_t),
+        "writes": abi.pointer_array(writes, abi.kvx_write_desc_t),
         "num_layers": 3,
-        "options": _abi.kvx_write_options_t(),
+        "options": abi.kvx_write_options_t(),
         "slots": slots,
     }
     arguments = ("caches", "writes", "num_layers", "options")
@@ -220,7 +220,7 @@ def write_found(on: Backend) -> Call:
     call.roots["cache"] = on.layer(layer)
     call.roots["write"].k_scale_desc = on.scale(layer.k)
     call.roots["write"].v_scale_desc = on.scale(layer.v)
-    call.roots["options"].flags = _abi.FLAG_FIND_SCALES
+    call.roots["options"].flags = abi.FLAG_FIND_SCALES
     return replace(call, caches=(cache,))
 
 
@@ -252,13 +252,13 @@ def gather(
     scales = [ctypes.pointer(on.scale(half)) for half in (layer.k, layer.v)]
     roots = {
         "cache": on.layer(layer, cache.bytes_per_block),
-        "gather": _abi.kvx_gather_desc_t(
+        "gather": abi.kvx_gather_desc_t(
             io=on.io(key, value, rows * 12),
             block_table=table,
             seq_lens=on.seq_lens(lengths),
             max_seq_len=12,
         ),
-        "options": _abi.kvx_gather_options_t(
+        "options": abi.kvx_gather_options_t(
             secondary_num_blocks=7 if cache.bytes_per_block else 0,
             k_scale=scales[0],
             v_scale=scales[1],
@@ -339,7 +339,7 @@ def migrate(
         if cache.layers[0].k.scale is not None:
             roots[f"{name}_scale"] = cache.layers[0].k.scale
     seq_lens = on.seq_lens(roots["lengths"])
-    roots["migrate"] = _abi.kvx_migrate_desc_t(
+    roots["migrate"] = abi.kvx_migrate_desc_t(
         num_heads=0 if heads == 2 else 2,
         seq_lens=ctypes.pointer(seq_lens),
         src=ctypes.pointer(roots["src"]),
@@ -351,9 +351,9 @@ def migrate(
 
 def find(on: Backend) -> Call:
     """The source of `migrate`, whose tables the host reads."""
-    call = migrate(on.reader(_abi.FLAG_COPY_ENGINE))
+    call = migrate(on.reader(abi.FLAG_COPY_ENGINE))
     call.roots["places"] = torch.zeros(14, 2, dtype=torch.int64)
-    call.roots["find"] = _abi.kvx_find_desc_t(
+    call.roots["find"] = abi.kvx_find_desc_t(
         span=ctypes.pointer(call.roots["src"]),
         seq_lens=call.roots["migrate"].seq_lens,
         place_count=14,
@@ -371,7 +371,7 @@ def attend(on: Backend, dtype: torch.dtype = BF16, layout: str = "nhd") -> Call:
     layer = cache.layers[0]
     query, out = torch.ones(4, 16), torch.zeros(4, 16)
     roots: dict[str, Any] = {"cache": on.layer(layer), "query": query, "out": out}
-    roots["attend"] = _abi_attend.kvx_attend_desc_t(
+    roots["attend"] = abi_attend.kvx_attend_desc_t(
         block=3, start=1, end=3, query=on.tensor(query), out=on.tensor(out), scale=0.25
     )
     scales = []
@@ -515,7 +515,7 @@ def migrate_mla(on: Backend) -> Call:
     """From a cache without V into another."""
     call = migrate(on, layout="mla")
     for layer in range(2):
-        call.roots["dst"].layers[layer].contents.v = _abi.kvx_tensor_desc_t()
+        call.roots["dst"].layers[layer].contents.v = abi.kvx_tensor_desc_t()
     return call
 
 
@@ -543,11 +543,11 @@ def migrate_planes(on: Backend) -> Call:
             layer=1,
         )
         one = torch.ones(1)
-        keys.scale = _abi.kvx_scale_desc_t(dtype=3, granularity=1, data=on.address(one))
+        keys.scale = abi.kvx_scale_desc_t(dtype=3, granularity=1, data=on.address(one))
         keys.table, indices = table(on, [[1 if name == "src" else 4], [2]])
         found = [plane.to_c(on) for plane in (latent, keys)]
         call.roots |= {f"{name}_latent": latent.tensor, f"{name}_keys": keys.tensor}
-        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].planes = abi.pointer_array(found, abi.kvx_plane_t)
         call.roots[name].num_planes = 2
         call = replace(call, kept=(call.kept, found, keys, indices, one))
     return call
@@ -558,12 +558,12 @@ def _affine(on: Backend, blocks: int, tokens: int, *, over_tokens: bool) -> tupl
     shape = (blocks, 2, 16) if over_tokens else (blocks, tokens, 2, 2)
     tensors = torch.ones(2, *shape)
     found = [
-        _abi.kvx_scale_desc_t(
+        abi.kvx_scale_desc_t(
             dtype=3,
             granularity=32 if over_tokens else 33,
             ndim=len(shape),
-            shape=_abi.dims(shape),
-            stride=_abi.dims(tensor.stride()),
+            shape=abi.dims(shape),
+            stride=abi.dims(tensor.stride()),
             data=on.address(tensor),
         )
         for tensor in tensors
@@ -583,7 +583,7 @@ def migrate_affine(on: Backend, dst_end: Any = None) -> Call:
             for layer in range(2):
                 getattr(span.layers[layer].contents, half).dtype = dtype
             for which, field in enumerate(("scales", "zeros")):
-                array = _abi.pointer_array([f[which] for f in found], _abi.kvx_scale_desc_t)
+                array = abi.pointer_array([f[which] for f in found], abi.kvx_scale_desc_t)
                 setattr(span, f"{half}_{field}", array)
             call = replace(call, kept=(call.kept, found))
             for layer in range(2):
@@ -608,7 +608,7 @@ def migrate_affine_planes(on: Backend) -> Call:
         plane.dtype = 14
         plane.scale, plane.zero = ctypes.pointer(scale), ctypes.pointer(zero)
         call.roots |= {f"{name}_keys": keys.tensor, f"{name}_beside": tensors}
-        call.roots[name].planes = _abi.pointer_array([plane], _abi.kvx_plane_t)
+        call.roots[name].planes = abi.pointer_array([plane], abi.kvx_plane_t)
         call.roots[name].num_planes = 1
         call = replace(call, kept=(call.kept, plane, keys, scale, zero))
     return call
@@ -624,7 +624,7 @@ def migrate_state(on: Backend) -> Call:
             state.slots = on.slots(slots)
         found = [state.to_c(on)]
         call.roots |= {f"{name}_state": state.tensor}
-        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].planes = abi.pointer_array(found, abi.kvx_plane_t)
         call.roots[name].num_planes = 1
         call = replace(call, kept=(call.kept, found, slots, state))
     return call
@@ -638,7 +638,7 @@ def migrate_entries(on: Backend) -> Call:
         plane.tokens_per_entry = 4
         found = [plane.to_c(on)]
         call.roots |= {f"{name}_entries": plane.tensor}
-        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].planes = abi.pointer_array(found, abi.kvx_plane_t)
         call.roots[name].num_planes = 1
         call = replace(call, kept=(call.kept, found, plane))
     return call
@@ -646,9 +646,9 @@ def migrate_entries(on: Backend) -> Call:
 
 def find_entries(on: Backend) -> Call:
     """The entries of the plane that `migrate_entries` reads: two and one."""
-    call = migrate_entries(on.reader(_abi.FLAG_COPY_ENGINE))
+    call = migrate_entries(on.reader(abi.FLAG_COPY_ENGINE))
     call.roots["places"] = torch.zeros(3, 2, dtype=torch.int64)
-    call.roots["find"] = _abi.kvx_find_desc_t(
+    call.roots["find"] = abi.kvx_find_desc_t(
         span=ctypes.pointer(call.roots["src"]),
         seq_lens=call.roots["migrate"].seq_lens,
         place_count=3,
@@ -690,7 +690,7 @@ def migrate_own_tables(on: Backend) -> Call:
             indices.append(rows)
         found = [plane.to_c(on) for plane in planes]
         call.roots |= {f"{name}_one": one, f"{name}_rows": indices[0]}
-        call.roots[name].planes = _abi.pointer_array(found, _abi.kvx_plane_t)
+        call.roots[name].planes = abi.pointer_array(found, abi.kvx_plane_t)
         call.roots[name].block_table = None
         call.set(f"{name}.num_layers", 0)
         call = replace(call, kept=(call.kept, found, planes, indices))
@@ -722,7 +722,7 @@ class PlanCall(Call):
                 if self.function == "kvx_plan_ranges"
                 else (self.roots["info"], self.roots["planes"], self.roots["counts"]["num_planes"])
             )
-            return _abi.check(
+            return abi.check(
                 getattr(library, self.function)(plan.handle, lookups, *arguments), library
             )
 
@@ -739,15 +739,15 @@ def plan_run(
 ) -> PlanCall:
     """A plan of 3 tokens from 5 blocks of 4 tokens to others, run for 5 tokens of 2 sequences."""
     src, dst = LAYOUTS["nhd"](Geometry(), BF16, 1), LAYOUTS["hnd"](Geometry(), dtype, 2)
-    flags = _abi.FLAG_COPY_ENGINE if function == "kvx_plan_ranges" else 0
+    flags = abi.FLAG_COPY_ENGINE if function == "kvx_plan_ranges" else 0
     table = Packed(torch.tensor([[1], [2]]), 4)
     lengths = torch.tensor([3, 2])
     made = Migration(on, (src, table), (dst, dst_end or table), lengths, flags=flags)
     other = Migration(on, (src, table), (dst, dst_end or table), lengths, flags=flags)
     slots = made.reader.slots(torch.arange(5))
     block_table = made.reader.block_table(table)
-    info = _abi_plan.kvx_plan_info_t()
-    planes = (_abi_plan.kvx_plane_info_t * 4)(*[_abi_plan.kvx_plane_info_t()] * 4)
+    info = abi_plan.kvx_plan_info_t()
+    planes = (abi_plan.kvx_plane_info_t * 4)(*[abi_plan.kvx_plane_info_t()] * 4)
     roots = {
         "plan": made,
         "lookups": other.lookups(),
@@ -771,9 +771,9 @@ def plan_run_of_pointers(on: Backend, call: Call | None = None) -> PlanCall:
     table = type(call.roots["src"].block_table.contents).from_buffer_copy(
         call.roots["src"].block_table.contents
     )
-    end = _abi_plan.kvx_end_lookup_t(ctypes.pointer(table), None, None)
+    end = abi_plan.kvx_end_lookup_t(ctypes.pointer(table), None, None)
     made = SimpleNamespace(desc=call.roots["migrate"])
-    roots = {"plan": made, "lookups": _abi_plan.kvx_plan_lookups_t(src=end)}
+    roots = {"plan": made, "lookups": abi_plan.kvx_plan_lookups_t(src=end)}
     return PlanCall(on, "kvx_plan_run", ("lookups",), roots, (made, call, table), call.caches)
 
 
@@ -858,7 +858,7 @@ def hybrid_call(name: str) -> Callable[[Backend], Call]:
     function, make, struct = HYBRID[name]
 
     def made(on: Backend) -> Call:
-        _abi_hybrid.declare(on.library())
+        abi_hybrid.declare(on.library())
         return Call(on, function, (struct,), make(on), None, ())
 
     return made
@@ -1151,16 +1151,16 @@ def test_every_section_that_is_named_exists() -> None:
 
 
 def test_the_other_functions_refuse_null() -> None:
-    library = _abi.library()
+    library = abi.library()
     with pytest.raises(InvalidArgumentError, match=r"^version is NULL$"):
-        _abi.check(library.kvx_get_version(None))
+        abi.check(library.kvx_get_version(None))
     with pytest.raises(InvalidArgumentError, match=r"^info is NULL$"):
-        _abi.check(library.kvx_backend_info(None))
-    info = _abi.kvx_backend_info_t()
+        abi.check(library.kvx_backend_info(None))
+    info = abi.kvx_backend_info_t()
     size, info.size = info.size, info.size - 1
     message = rf"^info\.size is {size - 1}, expected at least {size} \(spec 6\)$"
     with pytest.raises(InvalidArgumentError, match=message):
-        _abi.check(library.kvx_backend_info(info))
+        abi.check(library.kvx_backend_info(info))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -1172,10 +1172,10 @@ def test_a_larger_size_is_a_newer_header(backend: Backend, name: str) -> None:
         struct.size += 8 if struct.size else 0  # 0: it is not used
         for field in struct._fields_:
             value = getattr(struct, field[0])
-            if isinstance(value, _abi._Struct):
+            if isinstance(value, abi._Struct):
                 enlarge(value)
             elif isinstance(value, ctypes._Pointer) and value:
-                if isinstance(value.contents, _abi._Struct):
+                if isinstance(value.contents, abi._Struct):
                     enlarge(value.contents)
                 elif isinstance(value.contents, ctypes._Pointer):  # [num_layers] or [num_planes]
                     count = struct.num_planes if field[0] == "planes" else struct.num_layers
@@ -1183,7 +1183,7 @@ def test_a_larger_size_is_a_newer_header(backend: Backend, name: str) -> None:
                         enlarge(value[i].contents)
 
     for argument in call.arguments:
-        if isinstance(call.roots[argument], _abi._Struct):
+        if isinstance(call.roots[argument], abi._Struct):
             enlarge(call.roots[argument])
     call.run()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError
 from tests.calls import Backend
 from tests.test_pointers import BLOCKS, BS, DIM, HEADS, LAYERS, LENGTHS, Stack, migrate, tables
@@ -35,12 +35,12 @@ class Whole:
         self.buffers = [block.clone().view(torch.bfloat16) for block in numbers]
         self.blocks = [block.permute(axes) for block in self.buffers]  # [plane, token, head, dim]
 
-    def span(self, ids: list[list[int]], nulls: Any = (), heads: int = HEADS) -> _abi.kvx_span_t:
+    def span(self, ids: list[list[int]], nulls: Any = (), heads: int = HEADS) -> abi.kvx_span_t:
         layers = []
         for layer in range(LAYERS):
             k, v = (self.blocks[0][2 * layer + i][None] for i in (0, 1))
             layers.append(
-                _abi.kvx_cache_desc_t(
+                abi.kvx_cache_desc_t(
                     num_blocks=1,
                     block_size=BS,
                     num_kv_heads=HEADS,
@@ -54,7 +54,7 @@ class Whole:
             for c, block in enumerate(row):
                 if block >= 0 and (r, c) not in nulls:
                     table[r, c] = self.on.address(self.buffers[block])
-        desc = _abi.kvx_block_table_t(
+        desc = abi.kvx_block_table_t(
             format=4,
             index_dtype=9,
             seq_count=len(ids),
@@ -62,12 +62,12 @@ class Whole:
             indices=self.on.address(table),
             indices_count=table.numel(),
             indptr=self.on.address(self.buffers[0]),
-            flags=_abi.FLAG_WHOLE | _abi.FLAG_HOLES,
+            flags=abi.FLAG_WHOLE | abi.FLAG_HOLES,
         )
         self.kept += [table, desc, layers]
-        return _abi.kvx_span_t(
+        return abi.kvx_span_t(
             num_layers=LAYERS,
-            layers=_abi.pointer_array(layers, _abi.kvx_cache_desc_t),
+            layers=abi.pointer_array(layers, abi.kvx_cache_desc_t),
             block_table=ctypes.pointer(desc),
         )
 
@@ -116,7 +116,7 @@ def test_between_whole_blocks_with_null_ones(backend: Backend, zero: bool) -> No
     at_src, at_dst = tables(4)
     source, found = Whole(backend, 4, "heads first"), Whole(backend, 5, "planes last")
     expected = [block.clone() for block in found.blocks]
-    flags = _abi.FLAG_ZERO_FILL if zero else 0
+    flags = abi.FLAG_ZERO_FILL if zero else 0
     migrate(backend, source.span(at_src, {(0, 1)}), found.span(at_dst, {(2, 0)}), flags=flags)
     for row, column, offset in ALL:
         if (row, column) == (2, 0):

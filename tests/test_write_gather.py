@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError
 from kvx_core.types import Layout, Memory, ScaleGranularity
 from tests import reference, tables
@@ -268,7 +268,7 @@ def test_write_with_the_v1_scale_pointers(backend: Backend) -> None:
     scaled = cache.with_scales(lambda half, name: (scales["kv".index(name)], one))
     expected = scaled.clone()
     reference.write(expected.layers[-1], *tokens, slots)
-    write = _abi.kvx_write_desc_t(
+    write = abi.kvx_write_desc_t(
         io=backend.io(*tokens, 5),
         slots=backend.slots(slots),
         k_scale=backend.address(scales),
@@ -710,8 +710,8 @@ def tokens_first(half: Half) -> Tensor:
 )
 def test_calls_that_store_past_the_caches(backend: Backend, layout: str, head_dim: int) -> None:
     """Large enough for threads and streaming stores; torch's indexing is the oracle here."""
-    info = _abi.kvx_backend_info_t()
-    _abi.check(_abi.library().kvx_backend_info(info))
+    info = abi.kvx_backend_info_t()
+    abi.check(abi.library().kvx_backend_info(info))
     block_size, heads = 32, 8
     num_blocks = info.stream_bytes // (2 * block_size * heads * head_dim * 2) + 2
     g = Geometry(num_blocks, block_size, heads, head_dim, num_layers=1)

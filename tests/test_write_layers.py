@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import kvx_core as kvx
-from kvx_core import _abi
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError
 from kvx_core.types import Layout, ScaleGranularity
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes, random_values, scaled
@@ -62,7 +62,7 @@ class Write:
         self.on, self.flags = on, flags
         self.caches = [on.layer(layer) for layer in layers]
         self.writes = [
-            _abi.kvx_write_desc_t(
+            abi.kvx_write_desc_t(
                 io=on.io(key, value, slots.numel()),
                 slots=on.slots(slots),
                 k_scale_desc=on.scale(layer.k),
@@ -76,9 +76,9 @@ class Write:
         on = self.on
         library, mirror = on.library(), on.mirror
         stream = on.stream if mirror is None else mirror.stream
-        caches = _abi.pointer_array(self.caches, _abi.kvx_cache_desc_t)
-        writes = _abi.pointer_array(self.writes, _abi.kvx_write_desc_t)
-        options = _abi.kvx_write_options_t(flags=self.flags)
+        caches = abi.pointer_array(self.caches, abi.kvx_cache_desc_t)
+        writes = abi.pointer_array(self.writes, abi.kvx_write_desc_t)
+        options = abi.kvx_write_options_t(flags=self.flags)
         if mirror is not None:
             mirror.upload()
         status = library.kvx_write_layers(
@@ -86,9 +86,9 @@ class Write:
         )
         if mirror is not None:
             mirror.download()
-        _abi.check(status, library)
+        abi.check(status, library)
         if not on.looks_first:
-            _abi.check(library.kvx_device_status(stream), library)
+            abi.check(library.kvx_device_status(stream), library)
 
 
 def check(on: Backend, cache: Cache, tokens: Tokens, slots: Tensor, flags: int = 0) -> None:
@@ -210,10 +210,10 @@ def test_found_scales(backend: Backend, seed: int) -> None:
         mine = scaled(cache.clone(), ScaleGranularity.PER_TOKEN_HEAD, seed)
         tokens, slots = tokens_of(mine.layers, 5, BF16, seed), some_slots(mine, 5, seed)
         if at_once:
-            Write(backend, mine.layers, tokens, slots, _abi.FLAG_FIND_SCALES).run()
+            Write(backend, mine.layers, tokens, slots, abi.FLAG_FIND_SCALES).run()
         else:
             for layer, (key, value) in zip(mine.layers, tokens, strict=True):
-                backend.write(layer, key, value, slots, flags=_abi.FLAG_FIND_SCALES)
+                backend.write(layer, key, value, slots, flags=abi.FLAG_FIND_SCALES)
         backend.forget()
         scales = [half.scale for layer in mine.layers for half in layer.halves()]
         results.append([*mine.storages, *scales])
@@ -222,8 +222,8 @@ def test_found_scales(backend: Backend, seed: int) -> None:
 
 
 def test_background_and_copy_engine(backend: Backend) -> None:
-    for flags in (_abi.FLAG_BACKGROUND, _abi.FLAG_COPY_ENGINE):
-        if flags == _abi.FLAG_COPY_ENGINE and backend.mirror is not None:
+    for flags in (abi.FLAG_BACKGROUND, abi.FLAG_COPY_ENGINE):
+        if flags == abi.FLAG_COPY_ENGINE and backend.mirror is not None:
             continue  # its slots stay on the host; test_device_flags.py has that
         cache = LAYOUTS["nhd"](Geometry(num_layers=20), BF16, 4)
         check(backend, cache, tokens_of(cache.layers, 5, BF16, 4), some_slots(cache, 5, 4), flags)

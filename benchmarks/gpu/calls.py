@@ -24,7 +24,7 @@ from kvx_core import (
     gather_kv,
     write_kv,
 )
-from kvx_core.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_tokens
 
 Scales = tuple[ScaleDesc, ScaleDesc]  # of K and V
 Index = TypeVar("Index", BlockTable, SeqLens, SlotMapping)

@@ -16,7 +16,7 @@ namespace {
 constexpr double kBriefBytes = 16 << 10;  // takes microseconds in any memory
 constexpr uint32_t kBriefLayers = 8;      // whose checks are as brief
 
-// The arguments that a call leaves to Python; _bound.py has the same numbers.
+// The arguments that a call leaves to Python; bound.py has the same numbers.
 enum Left : long {
   kMoved = 1,  // the memory of a bound tensor has moved
   kKey = 2,    // key, as the others below, is not a tensor that C can read
@@ -48,7 +48,7 @@ struct Arguments {
   }
 };
 
-// The objects and memory that every call is bound to; _Binding of kvx_core/_bound.py.
+// The objects and memory that every call is bound to; _Binding of kvx_core/_c/bound.py.
 struct Binding {
   TensorType type;
   Held held[2];              // the described torch tensors: of cache and scales, of src and dst

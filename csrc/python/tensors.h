@@ -43,7 +43,7 @@ inline void *address_of(const DLTensor &tensor) {
   return tensor.data ? static_cast<char *>(tensor.data) + tensor.byte_offset : nullptr;
 }
 
-// Reads torch.Tensor; TensorType of kvx_core/_bound.py.
+// Reads torch.Tensor; TensorType of kvx_core/_c/bound.py.
 struct TensorType {
   PyObject *type;
   DLTensorFromPyObject to_dlpack;
@@ -95,7 +95,7 @@ struct TensorType {
   }
 };
 
-// The memory of a tensor when a call was bound to it; _HeldTensor of kvx_core/_bound.py.
+// The memory of a tensor when a call was bound to it; _HeldTensor of kvx_core/_c/bound.py.
 struct HeldTensor {
   PyObject *tensor;
   void *data;

@@ -18,7 +18,7 @@ from kvx_adapters.cli.model_layers import (
     parts_with_layers,
     read_config,
 )
-from kvx_core.words import many
+from kvx_core.argument_checks import many
 
 _GROUPS = "a view of each group of layers"
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes

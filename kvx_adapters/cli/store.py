@@ -34,8 +34,9 @@ from kvx_adapters.cli.store_options import (
 from kvx_core import InvalidArgumentError
 from kvx_core.errors import printable
 from kvx_core.stores import CorruptError
-from kvx_core.stores.inventory import Inventory, Space, StoredFile, num_bytes_of
-from kvx_core.stores.stored_kind import StoredKind
+from kvx_core.stores.inventory import Inventory, num_bytes_of
+from kvx_core.stores.stored_kind import StoredFile, StoredKind
+from kvx_core.stores.stored_space import Space
 
 app = typer.Typer(help="Look into a store of prefixes, and delete from it.", no_args_is_help=True)
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from kvx_adapters.cli.store_runs import Run
 from kvx_core.snapshot import Snapshot, StoreError
 from kvx_core.snapshot.kind import Kind
-from kvx_core.stores.inventory import Inventory, Space, StoredFile
+from kvx_core.stores.inventory import Inventory
+from kvx_core.stores.stored_kind import StoredFile
+from kvx_core.stores.stored_space import Space
 
 RECORD = "space.json"  # beside the snapshots: what they are of
 ENDING = ".safetensors"

@@ -32,8 +32,8 @@ from kvx_core import (
     UnsupportedError,
     describe,
 )
-from kvx_core.tensors import TensorLike
-from kvx_core.words import flag, integer
+from kvx_core.argument_checks import flag, integer
+from kvx_core.desc.tensors import TensorLike
 
 # numpy has no bfloat16: its bytes are borrowed as another type of two bytes.
 _ARRAY = {DType.F32: np.float32, DType.F16: np.float16, DType.BF16: np.float16}

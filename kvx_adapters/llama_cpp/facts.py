@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvx_adapters.llama_cpp.ggml_types import cache_type, is_quantized
 from kvx_core import CacheFacts, DType, InvalidArgumentError
-from kvx_core.words import flag, integer
+from kvx_core.argument_checks import flag, integer
 
 VERSION = "0.5.0"  # the release whose structures and state format this package knows
 # Source: llama.cpp v0.5.0 include/llama.h, enum llama_rope_type

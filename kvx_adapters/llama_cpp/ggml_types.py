@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvx_core import DType, UnsupportedError
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
 
 # Source: llama.cpp v0.5.0 ggml/include/ggml.h, enum ggml_type; common/arg.cpp, kv_cache_types
 _DTYPES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvx_adapters.llama_cpp.memory import Memory
 from kvx_core import CacheView, InvalidArgumentError
-from kvx_core.words import many
+from kvx_core.argument_checks import many
 
 _HEADER = 8  # bytes of a state: magic, sequence
 _OF_CELL = 12  # position, number of sequences, sequence

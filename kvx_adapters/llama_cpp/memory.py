@@ -13,7 +13,7 @@ import ctypes
 from typing import Any
 
 from kvx_core import InvalidArgumentError, UnsupportedError
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
 # llama_context::memory_update(bool): what llama_decode calls before it computes. No function of

@@ -22,9 +22,9 @@ from kvx_core import (
     describe,
     migrate,
 )
+from kvx_core.desc.tables import SeqLens
+from kvx_core.desc.tensors import TensorLike
 from kvx_core.encodings.hadamard import hadamard
-from kvx_core.tables import SeqLens
-from kvx_core.tensors import TensorLike
 
 
 def unrotated(

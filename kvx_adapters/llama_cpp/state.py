@@ -44,7 +44,7 @@ from kvx_core import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from kvx_core.words import flag, integer, many
+from kvx_core.argument_checks import flag, integer, many
 
 _DATA, _FILE, _FILE_VERSION = 0xAF143CD8, 0x67677371, 3
 _MOST_STREAMS = 256  # LLAMA_MAX_SEQ

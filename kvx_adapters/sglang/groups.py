@@ -18,8 +18,8 @@ from kvx_core import (
     SlotMapping,
     UnsupportedError,
 )
-from kvx_core.facts import first_layer_of
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
+from kvx_core.desc.facts import first_layer_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvx_core import (
     SeqLens,
     SlotMapping,
 )
-from kvx_core.words import integer
+from kvx_core.argument_checks import integer
 
 # The page of slot 0, to which padded tokens are written; no request owns it.
 # Source: sglang 0.5.23 mem_cache/memory_pool.py, MHATokenToKVPool._create_buffers_normal

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvx_adapters.tensorrt_llm.spec import PoolSpec
 from kvx_core import CacheFacts, DType
-from kvx_core.facts import first_layer_of
+from kvx_core.desc.facts import first_layer_of
 
 
 def cache_facts(

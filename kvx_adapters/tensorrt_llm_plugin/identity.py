@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvx_adapters.tensorrt_llm_plugin import api
 from kvx_core import ModelRecord, UnsupportedError, model_files_digest
-from kvx_core.config_values import as_json, changed, values
-from kvx_core.model_files import model_config_digest
-from kvx_core.rope import Rope, as_applied, standard_rope
+from kvx_core.model.config_values import as_json, changed, values
+from kvx_core.model.files import model_config_digest
+from kvx_core.model.rope import Rope, as_applied, standard_rope
 
 if TYPE_CHECKING:
     from kvx_adapters.tensorrt_llm_plugin.settings import Settings

@@ -33,7 +33,7 @@ from kvx_core import (
     TensorDesc,
     describe,
 )
-from kvx_core.facts import first_layer_of
+from kvx_core.desc.facts import first_layer_of
 
 _STATIC = "StaticSlidingWindowLayer"
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from kvx_core import InvalidArgumentError, ModelRecord, UnsupportedError, model_files_digest
-from kvx_core.config_values import as_json
-from kvx_core.model_record import without_rope
-from kvx_core.rope import Rope, as_applied, standard_rope
+from kvx_core.model.config_values import as_json
+from kvx_core.model.record import without_rope
+from kvx_core.model.rope import Rope, as_applied, standard_rope
 
 # Fields of a loaded config that change how the model is called, not what it computes.
 _CALLING = (

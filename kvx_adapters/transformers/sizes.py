@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvx_core import UnsupportedError
-from kvx_core.words import many
+from kvx_core.argument_checks import many
 
 # Layers that keep no keys and values: a state, or nothing.
 # Source: transformers 5.19 cache_utils.py, DYNAMIC_LAYER_TYPE_MAPPING

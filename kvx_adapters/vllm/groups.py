@@ -15,7 +15,7 @@ from kvx_adapters.vllm.encodings import FP8, encoding_of
 from kvx_adapters.vllm.pages import page_of
 from kvx_adapters.vllm.spec import LayerSpec, minor
 from kvx_core import CacheFacts, CacheView, InvalidArgumentError, UnsupportedError
-from kvx_core.facts import first_layer_of
+from kvx_core.desc.facts import first_layer_of
 
 # Specs whose blocks hold nothing but the keys and values of their tokens. Others hold recurrent
 # states, those of an encoder, or tokens that are in no block table.

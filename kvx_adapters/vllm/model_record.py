@@ -9,9 +9,9 @@ from typing import Any
 
 from kvx_adapters.vllm.salts import salts
 from kvx_core import ModelRecord
-from kvx_core.config_values import as_json
-from kvx_core.model_record import without_rope
-from kvx_core.rope import KEYS, Rope, as_applied, standard_rope
+from kvx_core.model.config_values import as_json
+from kvx_core.model.record import without_rope
+from kvx_core.model.rope import KEYS, Rope, as_applied, standard_rope
 
 logger = logging.getLogger("vllm.kvx")
 

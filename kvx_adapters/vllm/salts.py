@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvx_adapters.vllm.judged_fields import COUNT, DO_NOT_MATTER, ENVIRONMENT, MAPPED, WALKED
-from kvx_core.config_values import changed, values
+from kvx_core.model.config_values import changed, values
 
 
 def salts(

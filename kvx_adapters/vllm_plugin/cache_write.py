@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
 
-import kvx_core.torch_ops  # noqa: F401  registers torch.ops.kvx
+import kvx_core.ops.torch_ops  # noqa: F401  registers torch.ops.kvx
 
 _logger = init_logger("vllm.kvx")
 

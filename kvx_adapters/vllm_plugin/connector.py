@@ -33,13 +33,13 @@ from kvx_adapters.vllm_plugin import is_alone
 from kvx_adapters.vllm_plugin.scheduler import SchedulerHalf
 from kvx_adapters.vllm_plugin.settings import (
     Settings,
-    Stores,
     check_engine,
     check_model,
     check_settings,
 )
 from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
 from kvx_adapters.vllm_plugin.steps import RankReports, StepPlan
+from kvx_adapters.vllm_plugin.stores import Stores
 from kvx_adapters.vllm_plugin.windows import reach_of, window_of
 from kvx_adapters.vllm_plugin.witnesses import weights_of
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf

@@ -7,20 +7,18 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
+from kvx_adapters.vllm_plugin.settings import Settings
 from kvx_core import KvxError, ModelRecord, UnsupportedError, model_files_digest
 from kvx_core.connector.local_model import local_model
 from kvx_core.connector.weights import Files
-from kvx_core.model_files import model_config_digest
-from kvx_core.tensor_digests import tensor_types
-
-if TYPE_CHECKING:
-    from kvx_adapters.vllm_plugin.settings import Settings
+from kvx_core.model.files import model_config_digest
+from kvx_core.model.tensor_digests import tensor_types
 
 logger = init_logger("vllm.kvx")
 

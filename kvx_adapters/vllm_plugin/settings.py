@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 from vllm.version import __version__ as vllm_version
 
-from kvx_adapters.vllm import model_refusal, total_kv_heads
+from kvx_adapters.vllm import model_refusal
 from kvx_adapters.vllm.encodings import FP8, PER_TOKEN_HEAD, opaque_name
 from kvx_adapters.vllm.spec import minor
-from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
 from kvx_core import InvalidArgumentError, KvxError, Status, UnsupportedError
-from kvx_core.connector.settings import Scoped, StoreSettings
+from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import Precision
-from kvx_core.stores.config import MIN_CHUNK_TOKENS
 
 
 class Settings(StoreSettings):
@@ -114,50 +111,6 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
             "calculate_kv_scales is True, expected False: tokens loaded before the first forward "
             "pass would be stored with scales that this pass then replaces"
         )
-
-
-class Stores(Scoped):
-    """The stores of an engine's model, by cache_salt and weights."""
-
-    def __init__(
-        self, vllm_config: Any, settings: Settings, window: int, reach: Mapping[int, int]
-    ) -> None:
-        """window: the shortest sliding window of a cache group; 0: there is none
-        reach:  of layers, how many tokens before the end of a prefix vLLM has blocks for; others
-                have blocks for all
-        """
-        model = vllm_config.model_config
-        record = model_record(vllm_config, settings)
-        self.fingerprint = record.fingerprint
-        self._precisions = precisions(model, vllm_config.cache_config)
-        self.files = StartFiles(vllm_config, settings, self.fingerprint)
-        num_layers = len(self._precisions)
-        store = settings.store(
-            fingerprint=record,
-            num_layers=num_layers,
-            total_kv_heads=[total_kv_heads(model, layer) for layer in range(num_layers)],
-            new_chunk_tokens=_new_chunk_tokens(window),
-            precision=self._precisions,
-            windows=[reach.get(layer, 0) for layer in range(num_layers)],
-        )
-        super().__init__(store)
-
-    @property
-    def said_of_layers(self) -> str:
-        """A line for the log if layers differ in precision, else ""."""
-        found = sorted({one.name for one in self._precisions})
-        if len(found) == 1:
-            return ""
-        return (
-            f"KVX: layers are kept in {' and '.join(found)}. With accept 'same' this engine loads "
-            "entries in which each layer is as precise as it is here"
-        )
-
-
-def _new_chunk_tokens(window: int) -> int:
-    """Tokens of a chunk of a new store: when it is full, its beginning has not left the window."""
-    largest = 1 << (window.bit_length() - 1) if window else 128
-    return max(MIN_CHUNK_TOKENS, min(128, largest))
 
 
 def precisions(model_config: Any, cache_config: Any) -> list[Precision]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.model_record import ModelRecord
+from kvx_core.model.record import ModelRecord
 from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
 from kvx_core.snapshot.secrets import Secrets, secret_of_variable
 from kvx_core.stores.access import check_access

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvx_core import _abi, _abi_encode
+from kvx_core._c import abi, abi_encode
+from kvx_core.argument_checks import integer
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrow
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.tensors import Borrowed, TensorLike, borrow
 from kvx_core.types import DType, Memory
-from kvx_core.words import integer
 
 
 def hadamard(values: TensorLike, order: int | None = None) -> None:
@@ -39,8 +39,8 @@ def hadamard(values: TensorLike, order: int | None = None) -> None:
     number = 0 if order is None else integer("order", order, 1)
     dim = found.shape[-1]
     rows, step = _rows(found)
-    function = _abi_encode.functions().kvx_hadamard
-    _abi.check(function(found.data, rows, dim, step, number))
+    function = abi_encode.functions().kvx_hadamard
+    abi.check(function(found.data, rows, dim, step, number))
 
 
 def _rows(found: Borrowed) -> tuple[int, int]:

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import _abi_lossless
+from kvx_core._c import abi_lossless
+from kvx_core.argument_checks import integer
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrow, empty_like_owner, is_torch
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.tensors import Borrowed, TensorLike, borrow, empty_like_owner, is_torch
 from kvx_core.types import DType, Memory
-from kvx_core.words import integer
 
 __all__ = ["BLOCK", "decode", "encode", "num_numbers"]
 
-BLOCK = _abi_lossless.BLOCK
+BLOCK = abi_lossless.BLOCK
 """Numbers that are decoded together: a range costs the blocks that it touches."""
 
 
@@ -34,8 +34,8 @@ def encode(numbers: TensorLike) -> Any:
     """
     found = _contiguous("numbers", borrow(numbers, name="numbers", takes=(DType.BF16,)))
     count = _count(found)
-    encoded: npt.NDArray[np.uint8] = np.empty(_abi_lossless.bound(count), np.uint8)
-    written = _abi_lossless.encode(
+    encoded: npt.NDArray[np.uint8] = np.empty(abi_lossless.bound(count), np.uint8)
+    written = abi_lossless.encode(
         encoded.ctypes.data, encoded.nbytes, found.data, count, found.dtype
     )
     encoded.resize(written, refcheck=False)  # gives back what was not needed, without a copy
@@ -53,7 +53,7 @@ def num_numbers(encoded: TensorLike | bytes) -> int:
     Raises InvalidArgumentError, UnsupportedError. Spec: E.19
     """
     found = _bytes_of(encoded)
-    return _abi_lossless.num_numbers(found.data, _count(found))
+    return abi_lossless.num_numbers(found.data, _count(found))
 
 
 def decode(
@@ -80,9 +80,9 @@ def decode(
     first = integer("first", first, 0, 2**64 - 1)
     if into is None:
         if count is None:
-            count = max(_abi_lossless.num_numbers(found.data, num_bytes) - first, 0)
+            count = max(abi_lossless.num_numbers(found.data, num_bytes) - first, 0)
         else:
-            held = _abi_lossless.num_numbers(found.data, num_bytes)
+            held = abi_lossless.num_numbers(found.data, num_bytes)
             count = integer("count", count, 0, 2**64 - 1)
             if count > held:  # before it is allocated
                 raise InvalidArgumentError(
@@ -96,7 +96,7 @@ def decode(
         raise InvalidArgumentError(
             f"into has {_count(target)} numbers, expected {count} as count says (spec E.19)"
         )
-    _abi_lossless.decode(target.data, first, _count(target), found.data, num_bytes)
+    abi_lossless.decode(target.data, first, _count(target), found.data, num_bytes)
     return into
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import _abi, _abi_turboquant
+from kvx_core._c import abi, abi_turboquant
+from kvx_core.argument_checks import flag, integer
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrow, is_torch
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.tensors import Borrowed, TensorLike, borrow, is_torch
 from kvx_core.types import DType, Memory
-from kvx_core.words import flag, integer
 
 __all__ = ["SLOTS", "decode", "decode_slots", "encode", "encode_slots", "slot_bytes", "unit_bytes"]
 
@@ -32,7 +32,7 @@ def unit_bytes(dim: int, bits: int, *, residual: bool = False) -> int:
     Raises InvalidArgumentError. Spec: E.20
     """
     dim, bits = integer("dim", dim), integer("bits", bits)
-    size = _abi_turboquant.functions().kvx_turboquant_bytes(dim, bits, _flags(residual))
+    size = abi_turboquant.functions().kvx_turboquant_bytes(dim, bits, _flags(residual))
     if not size:
         raise InvalidArgumentError(
             f"dim is {dim} and bits {bits}, expected 64, 128 or 256, and 2, 3 or 4 (spec E.20)"
@@ -56,9 +56,9 @@ def encode(values: TensorLike, bits: int, *, residual: bool = False) -> Any:
     flags = _flags(residual)
     size = unit_bytes(dim, bits, residual=residual)
     units = np.empty((*shape, size), np.uint8)
-    call = _abi_turboquant.functions().kvx_turboquant_encode
+    call = abi_turboquant.functions().kvx_turboquant_encode
     rows = numbers.size // dim
-    _abi.check(call(units.ctypes.data, size, numbers.ctypes.data, dim, rows, dim, bits, flags))
+    abi.check(call(units.ctypes.data, size, numbers.ctypes.data, dim, rows, dim, bits, flags))
     return _like(values, units)
 
 
@@ -74,9 +74,9 @@ def decode(units: TensorLike, dim: int, bits: int, *, residual: bool = False) ->
     size = unit_bytes(dim, bits, residual=residual)
     stored = _stored("units", units, size)
     values = np.empty((*stored.shape[:-1], dim), np.float32)
-    call = _abi_turboquant.functions().kvx_turboquant_decode
+    call = abi_turboquant.functions().kvx_turboquant_decode
     rows = stored.size // size
-    _abi.check(call(values.ctypes.data, dim, stored.ctypes.data, size, rows, dim, bits, flags))
+    abi.check(call(values.ctypes.data, dim, stored.ctypes.data, size, rows, dim, bits, flags))
     return _like(units, values)
 
 
@@ -87,7 +87,7 @@ def slot_bytes(dim: int, cache_dtype: str) -> int:
     Raises InvalidArgumentError. Spec: E.20
     """
     dim, kind = integer("dim", dim), _kind(cache_dtype)
-    size = _abi_turboquant.functions().kvx_turboquant_slot_bytes(dim, kind)
+    size = abi_turboquant.functions().kvx_turboquant_slot_bytes(dim, kind)
     if not size:
         raise InvalidArgumentError(f"dim is {dim}, expected 64, 128 or 256 (spec E.20)")
     return int(size)
@@ -111,9 +111,9 @@ def encode_slots(keys: TensorLike, values: TensorLike, cache_dtype: str) -> Any:
     *shape, dim = key.shape
     size = slot_bytes(dim, cache_dtype)
     slots = np.empty((*shape, size), np.uint8)
-    call = _abi_turboquant.functions().kvx_turboquant_encode_slots
+    call = abi_turboquant.functions().kvx_turboquant_encode_slots
     ends = slots.ctypes.data, size, key.ctypes.data, value.ctypes.data, dim
-    _abi.check(call(*ends, key.size // dim, dim, kind))
+    abi.check(call(*ends, key.size // dim, dim, kind))
     return _like(keys, slots)
 
 
@@ -130,14 +130,14 @@ def decode_slots(slots: TensorLike, dim: int, cache_dtype: str) -> tuple[Any, An
     stored = _stored("slots", slots, size)
     key = np.empty((*stored.shape[:-1], dim), np.float32)
     value = np.empty_like(key)
-    call = _abi_turboquant.functions().kvx_turboquant_decode_slots
+    call = abi_turboquant.functions().kvx_turboquant_decode_slots
     ends = key.ctypes.data, value.ctypes.data, dim, stored.ctypes.data, size
-    _abi.check(call(*ends, stored.size // size, dim, kind))
+    abi.check(call(*ends, stored.size // size, dim, kind))
     return _like(slots, key), _like(slots, value)
 
 
 def _flags(residual: bool) -> int:
-    return _abi_turboquant.RESIDUAL if flag("residual", residual) else 0
+    return abi_turboquant.RESIDUAL if flag("residual", residual) else 0
 
 
 def _kind(cache_dtype: str) -> int:

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvx_core import _abi, _bound
+from kvx_core._c import abi, bound
+from kvx_core.argument_checks import integer, wrong
+from kvx_core.desc.tensors import is_torch, require_resolved, require_whole
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.streams import current_stream
-from kvx_core.tensors import is_torch, require_resolved, require_whole
+from kvx_core.ops.streams import current_stream
 from kvx_core.types import DType, Memory
-from kvx_core.words import integer, wrong
 
 FLOATS = ("float32", "bfloat16")
 CODES = ("uint8", "float8_e4m3fn")
 MASKS = ("bool", "uint8")
 POSITIONS = ("int32", "int64")
 _DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
-_are_whole = _bound.are_whole()
+_are_whole = bound.are_whole()
 
 
 @cache
@@ -114,11 +114,11 @@ class Arrays:
                     require_resolved(name, tensor)
                     require_whole(name, tensor)
         if self.device.type == "cuda":
-            stream = _abi.stream_now(current_stream(self._first))
+            stream = abi.stream_now(current_stream(self._first))
             with torch.cuda.device(self.device):
-                _abi.check(function(_abi.reference(desc), stream))
+                abi.check(function(abi.reference(desc), stream))
         else:
-            _abi.check(function(_abi.reference(desc), None))
+            abi.check(function(abi.reference(desc), None))
 
 
 def memory_of(device: Any) -> Memory:

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvx_core.argument_checks import integer, wrong
 from kvx_core.errors import InternalError, InvalidArgumentError
 from kvx_core.hybrid._arrays import integers
-from kvx_core.words import integer, wrong
 
 _capturing: ContextVar[bool] = ContextVar("kvx_hybrid_capturing", default=False)
 

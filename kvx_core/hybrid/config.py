@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from kvx_core.argument_checks import fix, integer, wrong
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.words import fix, integer, wrong
 
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 

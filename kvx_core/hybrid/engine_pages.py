@@ -17,18 +17,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvx_core.argument_checks import fix, flag, instance, integer, one_of, wrong
+from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.planes import Plane
+from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.tensors import require_whole
+from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
-from kvx_core.facts import CacheFacts
 from kvx_core.hybrid import ops
 from kvx_core.hybrid.page_records import read_v4_page, write_v4_page
 from kvx_core.hybrid.paged_cache import PagedCache
-from kvx_core.migrate import migrate
-from kvx_core.planes import Plane
-from kvx_core.scales import ScaleDesc
-from kvx_core.tensors import require_whole
+from kvx_core.ops.migrate import migrate
 from kvx_core.types import Role
-from kvx_core.view import CacheView
-from kvx_core.words import fix, flag, instance, integer, one_of, wrong
 
 # A record: 448 numbers in E4M3 and 64 in BF16; then 7 scales in E8M0 and an unused byte.
 NOPE_DIM, ROPE_DIM, SCALE_GROUP = 448, 64, 64

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvx_core.argument_checks import flag, integer
 from kvx_core.errors import InternalError, InvalidArgumentError
 from kvx_core.hybrid.allocator import BlockAllocator, require_outside_capture
 from kvx_core.hybrid.block_tables import BlockTables, Counts
@@ -30,7 +31,6 @@ from kvx_core.hybrid.schema import (
     specs,
 )
 from kvx_core.hybrid.state_cache import StateCache, TailRowWidth
-from kvx_core.words import flag, integer
 
 Heads = NDArray[np.int32]
 

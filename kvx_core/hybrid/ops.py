@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from kvx_core import _abi_hybrid
+from kvx_core._c import abi_hybrid
+from kvx_core.argument_checks import flag, instance, one_of, wrong
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._arrays import (
     CODES,
@@ -23,7 +24,6 @@ from kvx_core.hybrid._arrays import (
     extents,
 )
 from kvx_core.hybrid.page_records import read_v4_page, v4_page_bytes, write_v4_page
-from kvx_core.words import flag, instance, one_of, wrong
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +45,12 @@ __all__ = [
 
 # Indexer keys: the number in C, numbers of a byte, numbers of a scale in a byte (0: a float each).
 _KEYS = {
-    "nvfp4": (_abi_hybrid.NVFP4, 2, 16),
-    "mxfp4": (_abi_hybrid.MXFP4, 2, 32),
-    "fp8": (_abi_hybrid.FP8, 1, 0),
+    "nvfp4": (abi_hybrid.NVFP4, 2, 16),
+    "mxfp4": (abi_hybrid.MXFP4, 2, 32),
+    "fp8": (abi_hybrid.FP8, 1, 0),
 }
 _LARGEST_F32 = (2 - 2**-23) * 2.0**127
-_ROUNDING = {"nearest_even": 0, "thresholds": _abi_hybrid.THRESHOLDS}
+_ROUNDING = {"nearest_even": 0, "thresholds": abi_hybrid.THRESHOLDS}
 
 
 class Spans(NamedTuple):
@@ -96,14 +96,14 @@ def append_swa(
     num_slots, window, nope = extents("swa_fp8", swa_fp8, 3)
     rope = extents("swa_rope", swa_rope, 3)[2]
     tokens = extents("x", x, 2)[0]
-    desc = _abi_hybrid.kvx_hybrid_append_t(
+    desc = abi_hybrid.kvx_hybrid_append_t(
         memory=arrays.memory,
         num_tokens=tokens,
         num_slots=num_slots,
         window=window,
         nope_dim=nope,
         rope_dim=rope,
-        flags=_abi_hybrid.ONE_EACH if flag("one_each", one_each) else 0,
+        flags=abi_hybrid.ONE_EACH if flag("one_each", one_each) else 0,
         x=arrays.take("x", x, ("bfloat16",), tokens, nope + rope),
         positions=arrays.take("positions", positions, POSITIONS, tokens),
         position_bytes=positions.itemsize,
@@ -116,7 +116,7 @@ def append_swa(
     )
     if spans is not None:
         _set_spans(desc, arrays, spans, tokens)
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_append_swa, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_append_swa, desc)
 
 
 def append_tail(
@@ -150,7 +150,7 @@ def append_tail(
         "za": arrays.take("za", za, _like(ka), num_slots, ratio, row),
         "tail_len": arrays.take("tail_len", tail_len, ("int32",), num_slots),
     }
-    desc = _abi_hybrid.kvx_hybrid_tail_t(
+    desc = abi_hybrid.kvx_hybrid_tail_t(
         memory=arrays.memory,
         num_tokens=tokens,
         num_slots=num_slots,
@@ -162,7 +162,7 @@ def append_tail(
     )
     if spans is not None:
         _set_spans(desc, arrays, spans, tokens)
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_append_tail, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_append_tail, desc)
 
 
 def compress(
@@ -210,7 +210,7 @@ def compress(
         )
     width = _row_width(row, dim, kb is not None)
     shape = num_slots, ratio, width
-    desc = _abi_hybrid.kvx_hybrid_compress_t(
+    desc = abi_hybrid.kvx_hybrid_compress_t(
         num_slots=num_slots,
         ka=arrays.take("ka", ka, FLOATS, *shape),
         za=arrays.take("za", za, _like(ka), *shape),
@@ -218,7 +218,7 @@ def compress(
         zb=arrays.take_if_given("zb", zb, _like(ka), *shape),
         slots=arrays.take_if_given("slots", slots, ("int32",), rows),
         mask=arrays.take_if_given("mask", mask, MASKS, rows),
-        flags=_abi_hybrid.SINGLE_ROW if row == "single" else 0,
+        flags=abi_hybrid.SINGLE_ROW if row == "single" else 0,
     )
     _compress(arrays, desc, ka, ratio, out, ape_a, ape_b, norm_weight, eps, cos_sin, positions)
 
@@ -260,14 +260,14 @@ def compress_bulk(
     if not overlaps and kb is not None:
         raise InvalidArgumentError("kb is given and overlap False, expected no kb (spec E.22)")
     width = _row_width(row, dim, overlaps)
-    flags = _abi_hybrid.BULK | (0 if overlaps else _abi_hybrid.NO_OVERLAP)
-    desc = _abi_hybrid.kvx_hybrid_compress_t(
+    flags = abi_hybrid.BULK | (0 if overlaps else abi_hybrid.NO_OVERLAP)
+    desc = abi_hybrid.kvx_hybrid_compress_t(
         num_slots=rows,
         ka=arrays.take("k", k, FLOATS, tokens, width),
         za=arrays.take("z", z, _like(k), tokens, width),
         kb=arrays.take_if_given("kb", kb, _like(k), ratio, width),
         zb=arrays.take_if_given("zb", zb, _like(k), ratio, width),
-        flags=flags | (_abi_hybrid.SINGLE_ROW if row == "single" else 0),
+        flags=flags | (abi_hybrid.SINGLE_ROW if row == "single" else 0),
     )
     _compress(arrays, desc, k, ratio, out, ape_a, ape_b, norm_weight, eps, cos_sin, positions)
 
@@ -315,7 +315,7 @@ def flush_write_csa(
     kinds = ("uint8", "float8_e4m3fn", "float8_e8m0fnu") if group else ("float32",)
     groups = (key_dim // group,) if group else ()
     desc.key_scales = arrays.take("indexer_scales", indexer_scales, kinds, *blocks, *groups)
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_flush_write, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_flush_write, desc)
 
 
 def flush_write_hca(
@@ -345,7 +345,7 @@ def flush_write_hca(
     arrays, desc = _flush(
         entry, slots, entry_ids, mask, block_table, entries_fp8, entries_rope, inv_scale
     )
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_flush_write, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_flush_write, desc)
 
 
 def csa_rotate_state(
@@ -402,7 +402,7 @@ def _row_width(row: str, dim: int, overlaps: bool) -> int:
 
 def _compress(
     arrays: Arrays,
-    desc: _abi_hybrid.kvx_hybrid_compress_t,
+    desc: abi_hybrid.kvx_hybrid_compress_t,
     state: Tensor,
     ratio: int,
     out: Tensor,
@@ -430,7 +430,7 @@ def _compress(
         desc.positions = arrays.take("positions", positions, POSITIONS, rows)
         if positions is not None:
             desc.position_bytes = positions.itemsize
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_compress, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_compress, desc)
 
 
 def _flush(
@@ -442,12 +442,12 @@ def _flush(
     entries_fp8: Tensor,
     entries_rope: Tensor,
     inv_scale: Tensor | None,
-) -> tuple[Arrays, _abi_hybrid.kvx_hybrid_flush_t]:
+) -> tuple[Arrays, abi_hybrid.kvx_hybrid_flush_t]:
     arrays = Arrays("entry", entry)
     rows = extents("entry", entry, 2)[0]
     blocks, per_block, nope = extents("entries_fp8", entries_fp8, 3)
     rope = extents("entries_rope", entries_rope, 3)[2]
-    desc = _abi_hybrid.kvx_hybrid_flush_t(
+    desc = abi_hybrid.kvx_hybrid_flush_t(
         memory=arrays.memory,
         num_rows=rows,
         num_blocks=blocks,
@@ -479,7 +479,7 @@ def _rotate(
     arrays = Arrays("ka", ka)
     rows = extents("slots", slots, 1)[0]
     shape = num_slots, ratio, row = extents("ka", ka, 3)
-    desc = _abi_hybrid.kvx_hybrid_state_t(
+    desc = abi_hybrid.kvx_hybrid_state_t(
         memory=arrays.memory,
         num_rows=rows,
         num_slots=num_slots,
@@ -495,4 +495,4 @@ def _rotate(
     if previous is not None:
         desc.kb = arrays.take("kb", previous[0], _like(ka), *shape)
         desc.zb = arrays.take("zb", previous[1], _like(ka), *shape)
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_rotate_state, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_rotate_state, desc)

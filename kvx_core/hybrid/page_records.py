@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvx_core import _abi_hybrid
+from kvx_core._c import abi_hybrid
+from kvx_core.argument_checks import integer
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._arrays import FLOATS, Arrays, dtype_of, extents
-from kvx_core.words import integer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ def write_v4_page(entries: Tensor, slots: Tensor, pages: Tensor, *, entries_per_
     Source: vLLM 0.32, models/deepseek_v4; sglang 0.5.23, DeepSeekV4SingleKVPool
     """
     arrays, desc = _pages(entries, "entries", slots, pages, entries_per_page)
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_write_pages, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_write_pages, desc)
 
 
 def read_v4_page(pages: Tensor, slots: Tensor, out: Tensor, *, entries_per_page: int) -> None:
@@ -44,12 +44,12 @@ def read_v4_page(pages: Tensor, slots: Tensor, out: Tensor, *, entries_per_page:
     Mutates out. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
     arrays, desc = _pages(out, "out", slots, pages, entries_per_page)
-    arrays.call(_abi_hybrid.functions().kvx_hybrid_read_pages, desc)
+    arrays.call(abi_hybrid.functions().kvx_hybrid_read_pages, desc)
 
 
 def _pages(
     entries: Tensor, name: str, slots: Tensor, pages: Tensor, entries_per_page: int
-) -> tuple[Arrays, _abi_hybrid.kvx_hybrid_pages_t]:
+) -> tuple[Arrays, abi_hybrid.kvx_hybrid_pages_t]:
     arrays = Arrays(name, entries)
     rows = extents(name, entries, 2)[0]
     num_pages, page_bytes = extents("pages", pages, 2)
@@ -59,7 +59,7 @@ def _pages(
             f"pages.shape[1] is {page_bytes}, expected at least {584 * per_page}: 584 bytes for "
             f"each of the {per_page} entries (spec E.22)"
         )
-    desc = _abi_hybrid.kvx_hybrid_pages_t(
+    desc = abi_hybrid.kvx_hybrid_pages_t(
         memory=arrays.memory,
         num_rows=rows,
         num_pages=num_pages,

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvx_core.argument_checks import instance, integer, one_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import instance, integer, one_of
 
 IndexKeys = Literal["nvfp4", "mxfp4", "fp8"]
 IndexRounding = Literal["nearest_even", "thresholds"]

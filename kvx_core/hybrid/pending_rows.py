@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvx_core.argument_checks import flag, instance, integer
+from kvx_core.desc.tensors import require_resolved, require_whole
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.hybrid.state_cache import NO_SCORE, StateCache, Tails
-from kvx_core.tensors import require_resolved, require_whole
-from kvx_core.words import flag, instance, integer
 
 
 def pending_tokens(num_tokens: int, ratio: int, *, overlap: bool) -> range:

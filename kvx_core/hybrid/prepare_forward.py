@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvx_core.argument_checks import instance, wrong
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._arrays import integer_rows
 from kvx_core.hybrid.allocator import require_outside_capture
@@ -17,7 +18,6 @@ from kvx_core.hybrid.block_tables import Needs
 from kvx_core.hybrid.forward_step import Step
 from kvx_core.hybrid.manager import KVCacheManager
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import instance, wrong
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

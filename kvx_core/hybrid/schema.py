@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
+from kvx_core.argument_checks import fix, instance, integer, one_of, wrong
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.config import DSV4Config, as_object, dims, field, indexer_dim
-from kvx_core.words import fix, instance, integer, one_of, wrong
 
 # Tokens that a block of compressed entries stands for: lcm(4, 128), so that a block of a CSA layer
 # (32 entries) and one of an HCA layer (1 entry) end at the same token. Of models with other ratios,

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvx_core.argument_checks import integer
 from kvx_core.hybrid.config import DSV4Config, field
 from kvx_core.hybrid.schema import AttentionType, LayerSpec, build_schema, specs
-from kvx_core.words import integer
 
 
 def bytes_per_token(

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvx_core.argument_checks import instance, integer, one_of, wrong
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
-from kvx_core.words import instance, integer, one_of, wrong
 
 # The score of a token that is not there. Softmax gives it the weight 0 beside any real score, and,
 # unlike -inf, a row of nothing else gives no NaN.

@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.argument_checks import wrong
+from kvx_core.desc.facts import compare
+from kvx_core.desc.tables import BlockTable, SeqLens
+from kvx_core.desc.tensors import int64_array, is_torch
+from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.facts import compare
-from kvx_core.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_tokens
 from kvx_core.snapshot.contents import (
     SCALE_KINDS,
     Part,
@@ -27,11 +31,7 @@ from kvx_core.snapshot.precision import Precision, Precisions, precision_in
 from kvx_core.snapshot.scales import scale_shape, scales_of
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.snapshot.storage_format import StorageFormat
-from kvx_core.tables import BlockTable, SeqLens
-from kvx_core.tensors import int64_array, is_torch
 from kvx_core.types import Axis, DType
-from kvx_core.view import CacheView
-from kvx_core.words import wrong
 
 
 def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core._c.os_files import OpenFile, read_at, write_all
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import OpenFile, read_at, write_all
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Header, Part
 from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvx_core.files import OpenFile
+from kvx_core._c.os_files import OpenFile
 from kvx_core.snapshot.chunk_file import ChunkFile, Wanted, data_of
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes

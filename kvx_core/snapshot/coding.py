@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import _abi_lossless
+from kvx_core._c import abi_lossless
 from kvx_core.errors import KvxError
 from kvx_core.types import DType
 
@@ -30,8 +30,8 @@ class Coding(NamedTuple):
 
 def _encode_bf16(data: Bytes) -> Bytes:
     count = data.nbytes // 2
-    encoded: Bytes = np.empty(_abi_lossless.bound(count), np.uint8)
-    written = _abi_lossless.encode(
+    encoded: Bytes = np.empty(abi_lossless.bound(count), np.uint8)
+    written = abi_lossless.encode(
         encoded.ctypes.data, encoded.nbytes, data.ctypes.data, count, DType.BF16
     )
     return encoded[:written]
@@ -40,9 +40,9 @@ def _encode_bf16(data: Bytes) -> Bytes:
 def _decode_bf16(data: Bytes, encoded: Bytes) -> bool:
     count, at = data.nbytes // 2, encoded.ctypes.data
     try:
-        if _abi_lossless.num_numbers(at, encoded.nbytes) != count:
+        if abi_lossless.num_numbers(at, encoded.nbytes) != count:
             return False
-        _abi_lossless.decode(data.ctypes.data, 0, count, at, encoded.nbytes)
+        abi_lossless.decode(data.ctypes.data, 0, count, at, encoded.nbytes)
     except KvxError:
         return False
     return True

@@ -15,8 +15,8 @@ from functools import reduce
 from math import prod
 from typing import Any
 
-from kvx_core.facts import CacheFacts
-from kvx_core.planes import Plane, role_name
+from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.planes import Plane, role_name
 from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.types import DType, Role
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvx_core.migrate import bound_copy
+from kvx_core.desc.tables import BlockTable, SeqLens
+from kvx_core.desc.view import CacheSpan, CacheView
+from kvx_core.ops.migrate import bound_copy
 from kvx_core.snapshot.section import BlockIds
-from kvx_core.tables import BlockTable, SeqLens
-from kvx_core.view import CacheSpan, CacheView
 
 _NOWHERE = np.iinfo(np.int32).max  # no cache has a block of this id: a copy that reads it fails
 _LEAST_ROOM = 64

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.cache import CacheDesc
-from kvx_core.facts import CacheFacts
-from kvx_core.planes import Plane
-from kvx_core.scales import ScaleDesc
+from kvx_core.argument_checks import wrong
+from kvx_core.desc.cache import CacheDesc
+from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.planes import Plane
+from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.tensor_desc import TensorDesc
+from kvx_core.desc.tensors import row_major
+from kvx_core.desc.view import CacheView
 from kvx_core.snapshot.contents import NOTHING, SCALE_KINDS, Stored, scale_name
 from kvx_core.snapshot.memory import Bytes, host_memory
 from kvx_core.snapshot.planes import dense_view
 from kvx_core.snapshot.scales import scales_of
-from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import row_major
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
-from kvx_core.view import CacheView
-from kvx_core.words import wrong
 
 Views = dict[Any, CacheView]
 

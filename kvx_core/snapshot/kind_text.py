@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
-from kvx_core.facts import OF_ENGINE, CacheFacts
+from kvx_core.desc.facts import OF_ENGINE, CacheFacts
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import (
     KV_DTYPES,

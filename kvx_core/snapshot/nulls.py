@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.lookup import null_blocks
+from kvx_core.desc.find_tokens import null_blocks
 from kvx_core.snapshot.section import Section, row_on_host
 
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.planes import Plane
+from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.tensors import row_major
+from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.facts import CacheFacts
-from kvx_core.planes import Plane
-from kvx_core.scales import ScaleDesc
 from kvx_core.snapshot.contents import KV_DTYPES, SCALED, PlaneKind, Stored, scale_name
 from kvx_core.snapshot.precision import VALUES
-from kvx_core.tensors import row_major
 from kvx_core.types import Axis, DType, Memory, Role, ScaleGranularity
-from kvx_core.view import CacheView
 
 _SCALES = (ScaleGranularity.PER_TENSOR, ScaleGranularity.PER_HEAD)
 

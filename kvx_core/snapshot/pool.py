@@ -12,7 +12,9 @@ from weakref import ref
 
 import numpy as np
 
-from kvx_core.migrate import copy_tokens
+from kvx_core.desc.tables import BlockTable
+from kvx_core.desc.view import CacheView
+from kvx_core.ops.migrate import copy_tokens
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
 from kvx_core.snapshot.copiers import Copiers
@@ -21,8 +23,6 @@ from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.precision import Precisions
 from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
-from kvx_core.tables import BlockTable
-from kvx_core.view import CacheView
 
 _ALIGN = 64  # bytes, of each snapshot in a slab
 _MAX_KINDS = 16  # of snapshots; an engine has one or two

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Self
 
+from kvx_core.argument_checks import flag, list_of, text, wrong
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
-from kvx_core.words import flag, list_of, text, wrong
 
 VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
 Accept = Literal["same", "lossy"]

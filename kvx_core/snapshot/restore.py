@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvx_core.ops import device_status
+from kvx_core.ops.write_gather import device_status
 from kvx_core.snapshot.capture import Copy
 from kvx_core.snapshot.contents import PlaneKind
 from kvx_core.snapshot.dense import Dense

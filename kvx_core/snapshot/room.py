@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import lcm
 from typing import NamedTuple
 
+from kvx_core.desc.view import CacheView
 from kvx_core.snapshot.contents import Header, Stored, is_row, is_scale, layer_of
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense, Views
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
-from kvx_core.view import CacheView
 
 _MAX_PLACED = 256  # that are remembered
 _MAX_KEPT = 16  # caches, and copiers, that a room keeps

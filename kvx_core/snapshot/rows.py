@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from kvx_core.ops import device_status
-from kvx_core.planes import Plane
+from kvx_core.desc.planes import Plane
+from kvx_core.desc.view import CacheView
+from kvx_core.ops.write_gather import device_status
 from kvx_core.snapshot.capture import Copy
 from kvx_core.snapshot.contents import NOTHING, Stored, is_row
 from kvx_core.snapshot.dense import Dense
@@ -20,7 +21,6 @@ from kvx_core.snapshot.planes import is_kv, name_of, view_of_planes
 from kvx_core.snapshot.scales import has_vector_scales
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.types import DType
-from kvx_core.view import CacheView
 
 _BUFFER_BYTES = 4 << 20  # enough that calls cost little beside what they copy
 

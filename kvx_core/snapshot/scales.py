@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.cache import CacheDesc
+from kvx_core.desc.cache import CacheDesc
+from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.tensor_desc import TensorDesc
+from kvx_core.desc.tensors import is_torch
+from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.scales import ScaleDesc
 from kvx_core.snapshot.contents import SCALED
-from kvx_core.tensor_desc import TensorDesc
-from kvx_core.tensors import is_torch
 from kvx_core.types import Layout, Memory, ScaleGranularity
-from kvx_core.view import CacheView
 
 _LARGEST = 0x7E  # of E4M3, which is 448: 0x7f is NaN, and from 0x80 on numbers have a sign
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from kvx_core._c.os_files import close
+from kvx_core.argument_checks import instance, wrong
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.files import close
-from kvx_core.words import instance, wrong
 
 RANDOM_BYTES = 32  # of a file, which its own key is made of
 TAG_BYTES = 16  # that encryption adds

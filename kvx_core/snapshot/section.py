@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core import _abi
+from kvx_core._c import abi
+from kvx_core.argument_checks import fix, int64s, integer, is_a, or_none, text
+from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.find_tokens import find_tokens
+from kvx_core.desc.planes import Plane
+from kvx_core.desc.tables import BlockTable, BlockTableFormat, SeqLens
+from kvx_core.desc.tensors import Borrowed, is_torch, read_array
+from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
-from kvx_core.facts import CacheFacts
-from kvx_core.holds import require_holds
-from kvx_core.lookup import find_tokens
-from kvx_core.narrow import narrowed
-from kvx_core.planes import Plane
+from kvx_core.ops.holds import require_holds
+from kvx_core.ops.narrow import narrowed
 from kvx_core.snapshot.contents import PlaneKind
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales
-from kvx_core.tables import BlockTable, BlockTableFormat, SeqLens
-from kvx_core.tensors import Borrowed, is_torch, read_array
 from kvx_core.types import DType, Memory
-from kvx_core.view import CacheView
-from kvx_core.words import fix, int64s, integer, is_a, or_none, text
 
 BlockIds = npt.NDArray[np.integer[Any]]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
@@ -319,7 +319,7 @@ def row_on_host(table: BlockTable | None) -> BlockIds | None:
     table.require_in_place("section.block_table")
     num_bytes = table.indices_count * table.index_dtype.itemsize
     dtype = table.index_dtype.array_name
-    return np.frombuffer(_abi.read(table.indices, num_bytes), dtype) if num_bytes else _NO_BLOCKS
+    return np.frombuffer(abi.read(table.indices, num_bytes), dtype) if num_bytes else _NO_BLOCKS
 
 
 def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core._c.os_files import OpenFile
+from kvx_core.argument_checks import each_is_a, int64s, integer, is_a, or_none, takes, text
+from kvx_core.desc.facts import compare
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.facts import compare
-from kvx_core.files import OpenFile
-from kvx_core.ops import device_status
+from kvx_core.ops.write_gather import device_status
 from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import (
@@ -65,7 +66,6 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
-from kvx_core.words import each_is_a, int64s, integer, is_a, or_none, takes, text
 
 if TYPE_CHECKING:
     from kvx_core.snapshot.chunk_file import ChunkFile

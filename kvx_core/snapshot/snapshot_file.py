@@ -14,8 +14,9 @@ from binascii import unhexlify
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvx_core._c.os_files import OpenFile, close, read_at, write_all
+from kvx_core.argument_checks import wrong
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import OpenFile, close, read_at, write_all
 from kvx_core.snapshot.chunk_file import (
     MAX_POSITION,
     ChunkFile,
@@ -37,7 +38,6 @@ from kvx_core.snapshot.record import (
     form_of,
 )
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.words import wrong
 
 if TYPE_CHECKING:
     from kvx_core.snapshot.snapshot import Snapshot

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from kvx_core.argument_checks import many
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import GROUP
@@ -13,7 +14,6 @@ from kvx_core.snapshot.planes import is_kv
 from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.types import Axis, DType
-from kvx_core.words import many
 
 # Formats whose numbers need nothing beside them: floats, and units that have their own scales. FP8
 # and S8 get a scale for each token and head, NVFP4 for each group of 16 numbers.

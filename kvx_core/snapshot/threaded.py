@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
-from kvx_core import _abi
+from kvx_core._c import abi
 
 _LEAST_BYTES = 4 << 20  # below it, handing work to threads costs more than it saves
 _MAX_THREADS = 8  # of one job
@@ -141,6 +141,6 @@ os.register_at_fork(after_in_child=_helpers.forget)
 
 def _num_threads() -> int:
     """As many as a large copy on the host uses: cores of this process, or what it was told."""
-    info = _abi.kvx_backend_info_t()
-    _abi.check(_abi.library().kvx_backend_info(info))
+    info = abi.kvx_backend_info_t()
+    abi.check(abi.library().kvx_backend_info(info))
     return int(info.num_threads)

@@ -9,8 +9,8 @@ import errno
 import os
 from contextlib import suppress
 
+from kvx_core._c.os_files import close
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import close
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.blobs import Directory
 

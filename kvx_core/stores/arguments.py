@@ -1,18 +1,11 @@
-"""Checks of arguments of a PrefixStore, see kvx_core.words.takes."""
+"""Checks of arguments of a PrefixStore, see kvx_core.argument_checks.takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kvx_core.errors import InvalidArgumentError
-from kvx_core.model_record import ModelRecord
-from kvx_core.snapshot import Precision, Section, Snapshot
-from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.covers import Heads, heads_of
-from kvx_core.stores.match import Match
-from kvx_core.stores.names import is_key
-from kvx_core.words import (
+from kvx_core.argument_checks import (
     Check,
     each_is_a,
     flag,
@@ -26,6 +19,13 @@ from kvx_core.words import (
     or_none,
     wrong,
 )
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.model.record import ModelRecord
+from kvx_core.snapshot import Precision, Section, Snapshot
+from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.covers import Heads, heads_of
+from kvx_core.stores.match import Match
+from kvx_core.stores.names import is_key
 
 _MAX_SPANS = 1 << 20  # of one sequence: more than any has, and a list of them is 150 MB
 

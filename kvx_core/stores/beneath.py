@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvx_core import _bound
-from kvx_core.files import OpenFile, close, first_bytes
+from kvx_core._c import bound
+from kvx_core._c.os_files import OpenFile, close, first_bytes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
@@ -36,7 +36,7 @@ _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
-_read_file = _bound.read_file()
+_read_file = bound.read_file()
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvx_core._c.os_files import OpenFile, first_bytes
+from kvx_core.argument_checks import instance
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import OpenFile, first_bytes
 from kvx_core.snapshot import CorruptError, StoreError
 from kvx_core.stores.usage import Usage
-from kvx_core.words import instance
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer

@@ -14,8 +14,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvx_core._c.os_files import OpenFile, ReadFile, close, syncs_together
+from kvx_core.argument_checks import instance, integer, one_of
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import OpenFile, ReadFile, close, syncs_together
 from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.threaded import in_threads
 from kvx_core.stores.beneath import (
@@ -33,7 +34,6 @@ from kvx_core.stores.pace import Pace
 from kvx_core.stores.root import MODES, Group, Root
 from kvx_core.stores.temporary import Temporaries, delete_if_abandoned, is_temporary
 from kvx_core.stores.usage import Usage
-from kvx_core.words import instance, integer, one_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer

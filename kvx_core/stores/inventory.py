@@ -10,22 +10,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from contextlib import AbstractContextManager, suppress
 
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.files import ReadFile, close
-from kvx_core.snapshot import CorruptError, StoreError
-from kvx_core.snapshot.chunk_file import ChunkFile, open_chunk, said_tokens
+from kvx_core.snapshot import StoreError
+from kvx_core.snapshot.chunk_file import ChunkFile, said_tokens
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.snapshot.text import strict_json
-from kvx_core.stores.beneath import FILE, open_beneath
 from kvx_core.stores.blobs import Directory
-from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.names import (
     is_key,
     is_mark,
@@ -35,12 +29,13 @@ from kvx_core.stores.names import (
     space_record,
 )
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
-from kvx_core.stores.stored_kind import Lengths, StoredKind
-from kvx_core.stores.verified import check_file, secrets_for
+from kvx_core.stores.store_reader import StoreReader
+from kvx_core.stores.stored_kind import Lengths, StoredFile, StoredKind
+from kvx_core.stores.stored_space import Space
+from kvx_core.stores.verified import check_file
 
 _MOST_KINDS = 256  # of a space
 _MOST_KIND_BYTES = 32 << 20  # of records of kinds, each once: parsed, they take ten times as much
-_MAC_BYTES = 64
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("kmgtp", 1)
@@ -72,120 +67,12 @@ def num_bytes_of(text: object, name: str = "size") -> int:
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file of a space."""
-
-    name: str
-    num_bytes: int  # on the disk
-    used: float  # when it was last used, in seconds since 1970
-
-    @property
-    def space(self) -> str:
-        """The space that it is of."""
-        return self.name.partition("/")[0]
-
-    @property
-    def key(self) -> str:
-        """The key of an entry, or the rung of a mark."""
-        return self.name.rpartition("/")[2].partition(".")[0]
-
-    @property
-    def kind(self) -> str:
-        """Of an entry, the id of its kind."""
-        return self.name.split(".")[1]
-
-    @property
-    def is_entry(self) -> bool:
-        """Whether it is a file of an entry: no mark, and no record."""
-        return parse_entry(self.name) is not None
-
-
-@dataclass(slots=True)
-class Space:
-    """What a store has of one model, epoch of its weights, and salt."""
-
-    name: str
-    record: SpaceRecord | None = None
-    reason: str = ""  # why there is no record
-    model: dict[str, Any] = field(default_factory=dict)  # ModelRecord's fields, if known
-    kinds: dict[str, StoredKind] = field(default_factory=dict)  # by id
-    marks: list[StoredFile] = field(default_factory=list)
-    records: list[StoredFile] = field(default_factory=list)  # and their MACs
-
-    @property
-    def entries(self) -> list[StoredFile]:
-        """The files of entries, the least recently used first."""
-        found = [file for kind in self.kinds.values() for file in kind.files]
-        return sorted(found, key=lambda file: file.used)
-
-    @property
-    def files(self) -> list[StoredFile]:
-        """All files."""
-        return [*self.entries, *self.marks, *self.records]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the disk."""
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def num_entries(self) -> int:
-        """Chunks of prompts, whose layers and heads may lie in several files."""
-        return len({file.key for kind in self.of_tokens for file in kind.files})
-
-    @property
-    def num_states(self) -> int:
-        """Prefixes of prompts that have states."""
-        states = (kind for kind in self.kinds.values() if kind.is_states)
-        return len({file.key for kind in states for file in kind.files})
-
-    @property
-    def of_tokens(self) -> list[StoredKind]:
-        """The kinds that are not of states alone."""
-        return [kind for kind in self.kinds.values() if not kind.is_states]
-
-    @property
-    def used(self) -> float:
-        """When one of its files was last used, in seconds since 1970."""
-        return max((file.used for file in self.entries or self.files), default=0.0)
-
-    @property
-    def precisions(self) -> list[str]:
-        """The precisions of its files, by name."""
-        return sorted({name for kind in self._known for name in kind.precisions})
-
-    @property
-    def is_signed(self) -> bool:
-        """Whether entries are signed."""
-        return any(kind.kind.keyed for kind in self._known if kind.kind)
-
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether entries are encrypted."""
-        return any(kind.kind.encrypted for kind in self._known if kind.kind)
-
-    @property
-    def _known(self) -> list[StoredKind]:
-        return [kind for kind in self.kinds.values() if kind.kind is not None]
-
-    def is_model(self, beginning: str) -> bool:
-        """Whether the model's fingerprint, or the space's name, begins so."""
-        fingerprint = self.record.fingerprint if self.record else ""
-        return self.name.startswith(beginning) or fingerprint.startswith(beginning)
-
-
-class Inventory:
+class Inventory(StoreReader):
     """What a directory has. A snapshot of the moment: other processes may write and delete."""
 
     def __init__(self, directory: Directory, secrets: Secrets | None = None) -> None:
-        """secrets: that files are signed and encrypted with. Without them records are read, and
-                 what needs them is not
-
-        Raises StoreError if it is no store of this format, has other keys, or cannot be read.
-        """
-        self.directory, self.secrets = directory, secrets or Secrets()
-        self.config = self._config()
+        """As StoreReader."""
+        super().__init__(directory, secrets)
         self.num_other_files = 0  # that are not KVX's
         self.unread: list[str] = []  # folders that cannot be read, each with the reason
         self._spaces: dict[str, Space] = {}
@@ -198,17 +85,6 @@ class Inventory:
                 self.num_other_files += 1
         for space in self._spaces.values():
             self._look_at(space)
-
-    def _config(self) -> StoreConfig:
-        has_keys = self.secrets.is_keyed or self.secrets.is_encrypted
-        config = read_config(self.directory, self.secrets if has_keys else None)
-        if config is None:
-            root = self.directory.root
-            raise StoreError(
-                f"{root} is no store: it has no kvx-store.json, which the first engine writes. "
-                "Expected `path` of the connector's settings"
-            )
-        return config
 
     def _take(self, file: StoredFile) -> bool:
         """Puts a file where it belongs; False: it is none of a store."""
@@ -266,16 +142,6 @@ class Inventory:
             else:
                 kind.reason = found
 
-    def model_text(self, space: Space) -> bytes:
-        """The record of a space's model. Raises CorruptError, StoreError."""
-        name = model_record(space.name)
-        raw = self.read(name, MAX_BYTES)
-        if space.record is None:
-            raise StoreError(f"{name} cannot be judged: {space.reason}")
-        if hashlib.sha256(raw).hexdigest() != space.record.fingerprint:
-            raise CorruptError(f"{name} is not the record of model {space.record.fingerprint}")
-        return raw
-
     def _kind(self, name: str, id: str) -> Kind | str:
         """A kind, or why it cannot be read. Spaces of one model have the same kinds."""
         try:
@@ -294,54 +160,12 @@ class Inventory:
                 self._kinds[id] = f"{name}: {error}"
         return self._kinds[id]
 
-    def opened(self, name: str) -> BinaryIO:
-        """A regular file, unbuffered; its time of last use stays.
-
-        Raises StoreError if it does not exist (any more) or cannot be read.
-        """
-        try:
-            root = os.open(self.directory.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                handle = open_beneath(root, name, FILE)
-            finally:
-                close(root)
-            file = ReadFile(handle)
-        except OSError as error:
-            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            file.close()
-            raise StoreError(f"{name} is no regular file, expected one")
-        return file
-
-    @contextmanager
-    def opened_entry(self, file: StoredFile) -> Iterator[ChunkFile]:
+    def opened_entry(self, file: StoredFile) -> AbstractContextManager[ChunkFile]:
         """The file of an entry, open as long as the context; its head has been checked.
 
         Raises CorruptError, StoreError.
         """
-        stored = self._spaces[file.space].kinds[file.kind]
-        if stored.kind is None:
-            raise StoreError(f"{file.name} cannot be read without its kind: {stored.reason}")
-        secrets = secrets_for(self.secrets, stored.kind, file.name)
-        with self.opened(file.name) as raw:
-            chunk = open_chunk(raw, stored.kind, secrets, name=file.name, key=file.key)
-            if chunk.num_tokens > self.config.chunk_tokens:
-                raise CorruptError(
-                    f"{file.name} has {chunk.num_tokens} tokens, expected at most chunk_tokens "
-                    f"{self.config.chunk_tokens}"
-                )
-            yield chunk
-
-    def read(self, name: str, most_bytes: int) -> bytes:
-        """The bytes of a file. Raises StoreError; CorruptError if there are more."""
-        with self.opened(name) as file:
-            try:
-                raw = file.read(most_bytes + 1)
-            except OSError as error:
-                raise StoreError(f"{name} cannot be read: {error.strerror}") from None
-        if len(raw) > most_bytes:
-            raise CorruptError(f"{name} has more than {most_bytes} bytes")
-        return raw
+        return self.opened_chunk(file, self._spaces[file.space].kinds[file.kind])
 
     # ---- tokens ----
 

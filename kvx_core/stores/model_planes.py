@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from kvx_core.argument_checks import each, instance
+from kvx_core.desc.planes import Plane
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.planes import Plane
 from kvx_core.snapshot import PlaneKind, Section, StoreError
 from kvx_core.snapshot.planes import kinds_of
 from kvx_core.stores import arguments
 from kvx_core.types import Role
-from kvx_core.words import each, instance
 
 
 @dataclass(frozen=True, slots=True)

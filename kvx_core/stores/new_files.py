@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from kvx_core.files import close
+from kvx_core._c.os_files import close
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.beneath import (
     NOTHING,

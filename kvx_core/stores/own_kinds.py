@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
+from kvx_core.desc.view import CacheView
 from kvx_core.snapshot import Precision, Precisions, Section, StorageFormat
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture_all
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.entries import Carried
 from kvx_core.stores.loads import says_precision
-from kvx_core.view import CacheView
 
 _MOST = 64  # that are remembered
 

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import numpy.typing as npt
 
+from kvx_core.argument_checks import flag, instance, int64, int64s, integer, items, takes
+from kvx_core.desc.planes import Plane
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.model_record import ModelRecord
-from kvx_core.planes import Plane
+from kvx_core.model.record import ModelRecord
 from kvx_core.snapshot import (
     Accept,
     Chunks,
@@ -58,7 +59,6 @@ from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
 from kvx_core.stores.windows import Windows
 from kvx_core.types import DType
-from kvx_core.words import flag, instance, int64, int64s, integer, items, takes
 
 _LISTED_SECONDS = 1.0  # that writers take a list of kinds for right
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from kvx_core.files import close
+from kvx_core._c.os_files import close
 from kvx_core.stores.beneath import make_folders, sync_folder
 
 Group = Literal["none", "read", "write"]

@@ -1,19 +1,46 @@
-"""StoredKind: the files of one kind in a space, and what their sizes tell."""
+"""StoredFile and StoredKind: a file of a space, those of one kind, and what their sizes tell."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.kind import Kind
-
-if TYPE_CHECKING:
-    from kvx_core.stores.inventory import StoredFile
+from kvx_core.stores.names import parse_entry
 
 _MOST_WORK = 200_000  # tensors and pieces of all layouts of one kind that are looked at: a second
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a space."""
+
+    name: str
+    num_bytes: int  # on the disk
+    used: float  # when it was last used, in seconds since 1970
+
+    @property
+    def space(self) -> str:
+        """The space that it is of."""
+        return self.name.partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """The key of an entry, or the rung of a mark."""
+        return self.name.rpartition("/")[2].partition(".")[0]
+
+    @property
+    def kind(self) -> str:
+        """Of an entry, the id of its kind."""
+        return self.name.split(".")[1]
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether it is a file of an entry: no mark, and no record."""
+        return parse_entry(self.name) is not None
 
 
 class Layers(NamedTuple):

@@ -22,7 +22,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from kvx_core.files import close
+from kvx_core._c.os_files import close
 from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
 
 _FOLDER = ".tmp"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.argument_checks import items
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import token_ids
 from kvx_core.stores.names import Ids, key_of
-from kvx_core.words import items
 
 _PART = 1 << 15
 _PIECE = 4096  # ids that are converted in one go: 0.1 ms, in which no other thread runs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.kind import Kind
@@ -12,22 +11,22 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.marks import most_bytes, parse_mark
 from kvx_core.stores.names import is_mark, model_record, space_record
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
-
-if TYPE_CHECKING:
-    from kvx_core.stores.inventory import Inventory, Space, StoredFile
+from kvx_core.stores.store_reader import StoreReader, with_keys
+from kvx_core.stores.stored_kind import StoredFile
+from kvx_core.stores.stored_space import Space
 
 _MAC_BYTES = 64
 _WHOLE_BYTES = 64 << 20  # of a file that is read at once; longer ones layer by layer
 _MOST_BYTES = 512 << 20  # of a layer, in memory
 
 
-def check_file(store: Inventory, space: Space, file: StoredFile) -> None:
+def check_file(store: StoreReader, space: Space, file: StoredFile) -> None:
     """Reads all of a file.
 
     Raises CorruptError if nobody can use it, StoreError if it cannot be judged with these keys.
     """
     if file.is_entry:
-        _check_entry(store, file)
+        _check_entry(store, space, file)
     elif is_mark(file.name):
         chunk_tokens = store.config.chunk_tokens
         raw = store.read(file.name, most_bytes(chunk_tokens))
@@ -40,8 +39,8 @@ def check_file(store: Inventory, space: Space, file: StoredFile) -> None:
         _check_record(store, space, file)
 
 
-def _check_entry(store: Inventory, file: StoredFile) -> None:
-    with store.opened_entry(file) as chunk:
+def _check_entry(store: StoreReader, space: Space, file: StoredFile) -> None:
+    with store.opened_chunk(file, space.kinds[file.kind]) as chunk:
         layers, num_bytes = chunk.kind.layers, Counter[int]()
         if chunk.num_bytes <= _WHOLE_BYTES:
             chunk.read(layers)
@@ -60,10 +59,10 @@ def _check_entry(store: Inventory, file: StoredFile) -> None:
 def _as_it_is(secrets: Secrets, raw: bytes, name: str) -> Secrets:
     """The secrets that a mark needs, as its flags say. Raises StoreError if there are none."""
     flags = int.from_bytes(raw[8:12], "little")
-    return _with(secrets, bool(flags & 1), bool(flags & 2), name)
+    return with_keys(secrets, bool(flags & 1), bool(flags & 2), name)
 
 
-def _check_record(store: Inventory, space: Space, file: StoredFile) -> None:
+def _check_record(store: StoreReader, space: Space, file: StoredFile) -> None:
     raw = store.read(file.name, MAX_BYTES)
     if file.name == space_record(space.name):
         SpaceRecord.parse(raw, space.name)
@@ -80,16 +79,3 @@ def _check_record(store: Inventory, space: Space, file: StoredFile) -> None:
         file.name, raw, lambda name: store.read(name, _MAC_BYTES) if name in known else None
     ):
         raise UnsignedError(f"{file.name} is not what {known[0]} authenticates")
-
-
-def secrets_for(secrets: Secrets, kind: Kind, name: str) -> Secrets:
-    """Those of `secrets` that files of a kind need. Raises StoreError if there are none."""
-    return _with(secrets, kind.keyed, kind.encrypted, name)
-
-
-def _with(secrets: Secrets, keyed: bool, encrypted: bool, name: str) -> Secrets:
-    if keyed and not secrets.is_keyed:
-        raise UnsignedError(f"{name} is signed, and no key is given that it is signed with")
-    if encrypted and not secrets.is_encrypted:
-        raise StoreError(f"{name} is encrypted, and no key is given that it is encrypted with")
-    return Secrets(secrets.signing if keyed else (), secrets.encryption if encrypted else ())

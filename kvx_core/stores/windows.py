@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from kvx_core.words import int64s, wrong
+from kvx_core.argument_checks import int64s, wrong
 
 ALL = 1 << 62  # more than a prompt has
 

@@ -24,7 +24,7 @@ from kvx_core import (
     describe,
     migrate,
 )
-from kvx_core.cache import CacheDesc
+from kvx_core.desc.cache import CacheDesc
 
 HEADS, DIM, PAGE = 2, 16, 4
 INDPTR = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)

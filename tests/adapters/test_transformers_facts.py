@@ -28,7 +28,7 @@ from kvx_core import (
     migrate,
     verify,
 )
-from kvx_core.rope import standard_rope
+from kvx_core.model.rope import standard_rope
 from tests.facts import SAME_MODEL
 
 DIM, WINDOW = 16, 8

@@ -12,7 +12,7 @@ import torch
 
 from kvx_adapters.vllm import judged_fields
 from kvx_adapters.vllm.salts import judgement, salts
-from kvx_core.config_values import as_json
+from kvx_core.model.config_values import as_json
 
 
 def test_every_field_of_the_installed_vllm_is_judged() -> None:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section
+from kvx_core._c.os_files import OpenFile
 from kvx_core.connector import lookups, threads
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
-from kvx_core.files import OpenFile
 from kvx_core.stores.index import Index
 from kvx_core.stores.token_chain import TokenChain
 from tests.connector.test_toy_engine import Frozen, prompt, store_in

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvx_core import Directory, PrefixStore
+from kvx_core._c.os_files import OpenFile
 from kvx_core.connector.settings import StoreSettings
-from kvx_core.files import OpenFile
 from kvx_core.snapshot import Precision
 from tests.connector import toy_connector
 from tests.connector.toy_connector import ToyConnector

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core import DType, PlaneKind, Snapshot
-from kvx_core.files import OpenFile
+from kvx_core._c.os_files import OpenFile
 from kvx_core.snapshot import Header, Part, Precision, Room, Stored
 from kvx_core.snapshot.chunk_file import Wanted, write_chunk
 from kvx_core.snapshot.chunk_reads import Fetch, read_chunk

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvx_core import _dlpack
+from kvx_core._c import dlpack
 
 CPU, CUDA, CUDA_HOST, ROCM, MANAGED = 1, 2, 3, 10, 13
 BFLOAT16 = (4, 16)
@@ -39,18 +39,18 @@ class Producer:
         return self._capsule(versioned=True)
 
     def _capsule(self, *, versioned: bool) -> object:
-        self.managed = _dlpack.DLManagedTensorVersioned(
+        self.managed = dlpack.DLManagedTensorVersioned(
             major=self.major, flags=self.flags, dl_tensor=self._tensor()
         )
         if versioned:
             return _new(ctypes.addressof(self.managed), b"dltensor_versioned", None)
         return _new(ctypes.addressof(self.managed.dl_tensor), b"dltensor", None)
 
-    def _tensor(self) -> _dlpack.DLTensor:
+    def _tensor(self) -> dlpack.DLTensor:
         ndim = len(self.shape)
         self.extents = (ctypes.c_int64 * ndim)(*self.shape)
         self.steps = None if self.strides is None else (ctypes.c_int64 * ndim)(*self.strides)
-        return _dlpack.DLTensor(
+        return dlpack.DLTensor(
             data=self.data,
             device_type=self.device_type,
             ndim=ndim,

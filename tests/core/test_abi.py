@@ -1,4 +1,4 @@
-"""_abi.py against the headers; a libkvx that is missing, foreign or of another major version."""
+"""abi.py against the headers; a libkvx that is missing, foreign or of another major version."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvx_core import (
-    InternalError,
-    InvalidArgumentError,
-    Status,
-    _abi,
-    _abi_attend,
-    _abi_hybrid,
-    _abi_plan,
-)
+from kvx_core import InternalError, InvalidArgumentError, Status
+from kvx_core._c import abi, abi_attend, abi_hybrid, abi_plan
+from kvx_core.desc.tables import BlockTableFormat
 from kvx_core.errors import BY_STATUS
-from kvx_core.tables import BlockTableFormat
 from kvx_core.types import DType, Layout, Memory, ScaleGranularity
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,9 +22,7 @@ CXX = os.environ.get("CXX", "g++")
 
 STRUCTS = {
     name: struct
-    for name, struct in (
-        vars(_abi) | vars(_abi_attend) | vars(_abi_hybrid) | vars(_abi_plan)
-    ).items()
+    for name, struct in (vars(abi) | vars(abi_attend) | vars(abi_hybrid) | vars(abi_plan)).items()
     if name.startswith("kvx_") and name.endswith("_t") and issubclass(struct, ctypes.Structure)
 }
 
@@ -43,29 +34,29 @@ CONSTANTS = {
     **{f"KVX_MEMORY_{memory.name}": memory for memory in Memory},
     **{f"KVX_BLOCK_TABLE_{table.name}": table for table in BlockTableFormat},
     **{f"KVX_SCALE_{granularity.name}": granularity for granularity in ScaleGranularity},
-    "KVX_ABI_VERSION_MAJOR": _abi.ABI_MAJOR,
-    "KVX_ABI_VERSION_MINOR": _abi.ABI_MINOR,
-    "KVX_MAX_TENSOR_DIMS": _abi.MAX_TENSOR_DIMS,
-    "KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX": _abi.FLAG_KVCACHEINDEX,
-    "KVX_FLAG_ZERO_FILL": _abi.FLAG_ZERO_FILL,
-    "KVX_BLOCK_TABLE_FLAG_EXACT": _abi.FLAG_EXACT,
-    "KVX_BLOCK_TABLE_FLAG_WHOLE": _abi.FLAG_WHOLE,
-    "KVX_BLOCK_TABLE_FLAG_HOLES": _abi.FLAG_HOLES,
-    "KVX_PLANE_INFO_CONVERTS": _abi_plan.CONVERTS,
-    "KVX_PLANE_INFO_EXACT": _abi_plan.EXACT,
-    "KVX_PLANE_INFO_JOINED": _abi_plan.JOINED,
-    "KVX_PLANE_INFO_FINDS_SCALES": _abi_plan.FINDS_SCALES,
-    "KVX_HYBRID_ONE_EACH": _abi_hybrid.ONE_EACH,
-    "KVX_HYBRID_SINGLE_ROW": _abi_hybrid.SINGLE_ROW,
-    "KVX_HYBRID_BULK": _abi_hybrid.BULK,
-    "KVX_HYBRID_NO_OVERLAP": _abi_hybrid.NO_OVERLAP,
-    "KVX_HYBRID_THRESHOLDS": _abi_hybrid.THRESHOLDS,
-    "KVX_HYBRID_NO_KEYS": _abi_hybrid.NO_KEYS,
-    "KVX_HYBRID_NVFP4": _abi_hybrid.NVFP4,
-    "KVX_HYBRID_MXFP4": _abi_hybrid.MXFP4,
-    "KVX_HYBRID_FP8": _abi_hybrid.FP8,
-    "KVX_NULL_BLOCK(0)": _abi.null_block_plus_1(0),
-    "KVX_NULL_BLOCK(7)": _abi.null_block_plus_1(7),
+    "KVX_ABI_VERSION_MAJOR": abi.ABI_MAJOR,
+    "KVX_ABI_VERSION_MINOR": abi.ABI_MINOR,
+    "KVX_MAX_TENSOR_DIMS": abi.MAX_TENSOR_DIMS,
+    "KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX": abi.FLAG_KVCACHEINDEX,
+    "KVX_FLAG_ZERO_FILL": abi.FLAG_ZERO_FILL,
+    "KVX_BLOCK_TABLE_FLAG_EXACT": abi.FLAG_EXACT,
+    "KVX_BLOCK_TABLE_FLAG_WHOLE": abi.FLAG_WHOLE,
+    "KVX_BLOCK_TABLE_FLAG_HOLES": abi.FLAG_HOLES,
+    "KVX_PLANE_INFO_CONVERTS": abi_plan.CONVERTS,
+    "KVX_PLANE_INFO_EXACT": abi_plan.EXACT,
+    "KVX_PLANE_INFO_JOINED": abi_plan.JOINED,
+    "KVX_PLANE_INFO_FINDS_SCALES": abi_plan.FINDS_SCALES,
+    "KVX_HYBRID_ONE_EACH": abi_hybrid.ONE_EACH,
+    "KVX_HYBRID_SINGLE_ROW": abi_hybrid.SINGLE_ROW,
+    "KVX_HYBRID_BULK": abi_hybrid.BULK,
+    "KVX_HYBRID_NO_OVERLAP": abi_hybrid.NO_OVERLAP,
+    "KVX_HYBRID_THRESHOLDS": abi_hybrid.THRESHOLDS,
+    "KVX_HYBRID_NO_KEYS": abi_hybrid.NO_KEYS,
+    "KVX_HYBRID_NVFP4": abi_hybrid.NVFP4,
+    "KVX_HYBRID_MXFP4": abi_hybrid.MXFP4,
+    "KVX_HYBRID_FP8": abi_hybrid.FP8,
+    "KVX_NULL_BLOCK(0)": abi.null_block_plus_1(0),
+    "KVX_NULL_BLOCK(7)": abi.null_block_plus_1(7),
 }
 
 
@@ -109,11 +100,11 @@ def test_enums_and_constants_are_those_of_the_headers(tmp_path: Path) -> None:
 
 
 def test_everything_is_of_the_headers_version() -> None:
-    """kvx_abi.h says the ABI's version; _abi.py, both places of spec.md and the changelog agree."""
+    """kvx_abi.h says the ABI's version; abi.py, both places of spec.md and the changelog agree."""
     header = (REPOSITORY / "csrc/include/kvx/kvx_abi.h").read_text()
     parts = dict(re.findall(r"#define KVX_ABI_VERSION_(\w+) (\d+)", header))
     version = f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}"
-    assert (int(parts["MAJOR"]), int(parts["MINOR"])) == (_abi.ABI_MAJOR, _abi.ABI_MINOR)
+    assert (int(parts["MAJOR"]), int(parts["MINOR"])) == (abi.ABI_MAJOR, abi.ABI_MINOR)
     spec = (REPOSITORY / "docs/spec.md").read_text()
     assert re.findall(r"[Tt]his is ABI version ([\d.]+\d)", spec) == [version]
     assert re.findall(r"are version ([\d.]+\d) of the ABI", spec) == [version]
@@ -137,20 +128,20 @@ def test_every_failing_status_has_an_exception_and_a_builtin() -> None:
 
 def test_check_passes_the_sentence_on() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        _abi.check(_abi.library().kvx_get_version(None))
+        abi.check(abi.library().kvx_get_version(None))
     assert str(raised.value) == "version is NULL"
-    _abi.check(0)
+    abi.check(0)
 
 
 def test_check_of_a_status_from_the_future_is_an_internal_error() -> None:
     with pytest.raises(InternalError):
-        _abi.check(77)
+        abi.check(77)
 
 
 @pytest.mark.parametrize("count", [-1, 2**32])
 def test_a_count_that_uint32_would_cut_is_refused(count: int) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
-        _abi.kvx_slot_mapping_t(token_count=count)
+        abi.kvx_slot_mapping_t(token_count=count)
     assert str(raised.value) == f"token_count is {count}, expected 0 to 4294967295"
 
 
@@ -191,7 +182,7 @@ def test_a_library_without_our_functions_is_refused(tmp_path: Path) -> None:
 
 def test_another_major_version_is_refused(tmp_path: Path) -> None:
     functions = "\n".join(
-        f"int {name}() {{ return 0; }}" for name in _abi._FUNCTIONS if name != "kvx_check_version"
+        f"int {name}() {{ return 0; }}" for name in abi._FUNCTIONS if name != "kvx_check_version"
     )
     source = f"""
         extern "C" {{

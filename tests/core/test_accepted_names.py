@@ -23,12 +23,11 @@ from kvx_core import (
     SlotMapping,
     describe,
     gather_kv,
-    torch_ops,  # noqa: F401
     write_kv,
 )
 from kvx_core import types as kvx_types
-from kvx_core.layouts import shape
-from kvx_core.scales import ScaleDesc
+from kvx_core.desc.layouts import shape
+from kvx_core.desc.scales import ScaleDesc
 from kvx_core.snapshot.precision import Precision
 
 CACHE = CacheDesc.from_kv(describe(torch.zeros(4, 2, 3, 256), "BLOCK_NHD"))

@@ -17,11 +17,11 @@ from kvx_core import (
     FactsMismatchError,
     InvalidArgumentError,
     Plan,
-    _abi,
     describe,
     migrate,
     verify,
 )
+from kvx_core._c import abi
 from kvx_core.blocks import block_stack, operational_blocks, universal_blocks
 from tests.block_layouts import (
     Dims,
@@ -45,11 +45,11 @@ def run(on: Backend, src: CacheSpan, dst: CacheSpan, tokens: list[int], heads: i
         pytest.skip("tables hold addresses of host memory")
     lens = torch.tensor(tokens)
     struct = on.seq_lens(lens)
-    desc = _abi.kvx_migrate_desc_t(
+    desc = abi.kvx_migrate_desc_t(
         num_heads=heads,
         seq_lens=ctypes.pointer(struct),
-        src=_abi.pointer_to(on.moved_span(src)),
-        dst=_abi.pointer_to(on.moved_span(dst)),
+        src=abi.pointer_to(on.moved_span(src)),
+        dst=abi.pointer_to(on.moved_span(dst)),
     )
     on.call("kvx_migrate_kv", desc)
 

@@ -26,10 +26,10 @@ from kvx_core import (
     ScaleDesc,
     SeqLens,
     UnsupportedError,
-    _bound,
     describe,
     migrate,
 )
+from kvx_core._c import bound
 from tests.facts import SAME_MODEL
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 7, 4, 3, 5
@@ -73,7 +73,7 @@ def expected(src: End, dst: End, lens: list[int]) -> torch.Tensor:
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are read in C, or, as without the exchange API, described in Python."""
     if request.param == "no DLPack":
-        monkeypatch.setattr("kvx_core._bound._torch_reader", lambda: None)
+        monkeypatch.setattr("kvx_core._c.bound._torch_reader", lambda: None)
 
 
 @pytest.mark.usefixtures("reader")
@@ -323,5 +323,5 @@ def test_lengths_are_read_in_c_and_cost_microseconds(monkeypatch: pytest.MonkeyP
 
     assert best(lens) < 10e-6
     assert best(lens) < best([2, 2]) / 2
-    monkeypatch.setattr(_bound, "_torch_type", lambda: 1 / 0)  # nothing is bound by another call
+    monkeypatch.setattr(bound, "_torch_type", lambda: 1 / 0)  # nothing is bound by another call
     migrate(src.span, dst.span, lens)

@@ -29,7 +29,7 @@ from kvx_core import (
     verify,
     write_kv,
 )
-from kvx_core.overlap import share_an_element
+from kvx_core.desc.overlap import share_an_element
 from tests.facts import SAME_MODEL
 
 NHD = Layout.BLOCK_NHD
@@ -216,7 +216,7 @@ def test_a_storage_that_moved_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if reader == "no DLPack":
-        monkeypatch.setattr("kvx_core._bound._torch_reader", lambda: None)
+        monkeypatch.setattr("kvx_core._c.bound._torch_reader", lambda: None)
     tensors = {name: torch.zeros(2, 4, 1, 8) for name in "kv"}
     cache = both(tensors["k"], tensors["v"])
     key, out = torch.ones(1, 1, 8), torch.zeros(1, 1, 1, 8)

@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvx_core import Snapshot
-from kvx_core.files import first_bytes
+from kvx_core._c.os_files import first_bytes
 from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.chunk_file import open_chunk, write_chunk
 from kvx_core.snapshot.kind import Kind

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
+from kvx_core.desc.find_tokens import find_tokens, null_blocks
+from kvx_core.desc.tables import BlockTable, SeqLens
+from kvx_core.desc.tensor_desc import TensorDesc
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.lookup import find_tokens, null_blocks
 from kvx_core.snapshot import Chunks, MemoryPool, Nulls, Precision, Section
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.section import row_on_host
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
-from kvx_core.tables import BlockTable, SeqLens
-from kvx_core.tensor_desc import TensorDesc
 from tests.core.test_plans import run_in_threads
 
 BLOCKS, BLOCK, CHUNK, LAYERS = 211, 4, 24, 3

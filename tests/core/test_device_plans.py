@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from kvx_core import *
-from kvx_core.one_end import cut, cut_of, one_end
+from kvx_core.ops.end_ranges import cut, cut_of, one_end
 
 seed, is_full = int(sys.argv[1]), os.environ.get("HOSTGRID_FULL") == "1"
 torch.manual_seed(seed)

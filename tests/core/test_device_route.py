@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 import torch
 from kvx_core import *
-from kvx_core.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_tokens
 
 seed = int(sys.argv[1])
 torch.manual_seed(seed)

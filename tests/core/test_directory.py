@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from kvx_core import Directory, InvalidArgumentError, StoreError, files
+from kvx_core import Directory, InvalidArgumentError, StoreError
+from kvx_core._c import os_files
 from kvx_core.stores import beneath, new_files
 from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores.usage import Used
@@ -253,7 +254,7 @@ def test_file_systems_that_sync_together(tmp_path: Path) -> None:
     """/dev/shm is a tmpfs; that of /proc is none that stores files."""
     for path, expected in (("/dev/shm", True), ("/proc", False)):
         handle = os.open(path, os.O_RDONLY)
-        assert files.syncs_together(handle) is expected
+        assert os_files.syncs_together(handle) is expected
         os.close(handle)
     blobs = Directory("/dev/shm/" + tmp_path.name)
     try:

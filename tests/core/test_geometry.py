@@ -16,9 +16,9 @@ from kvx_core import (
     InvalidArgumentError,
     Layout,
     describe,
-    layouts,
 )
-from kvx_core.tensors import row_major
+from kvx_core.desc import layouts
+from kvx_core.desc.tensors import row_major
 
 SIZES = {"num_blocks": 3, "block_size": 16, "num_kv_heads": 4, "head_dim": 80}
 GOOD = {"num_layers": 2, **SIZES, "dtype": "bfloat16"}

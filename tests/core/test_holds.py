@@ -21,8 +21,8 @@ from kvx_core import (
     migrate,
     verify,
 )
-from kvx_core.live import LiveMigration
-from kvx_core.one_end import one_end
+from kvx_core.ops.end_ranges import one_end
+from kvx_core.ops.live import LiveMigration
 from kvx_core.snapshot import Section, Snapshot
 
 HEADS, ROOM, DIM, BATCH = 3, 12, 5, 3

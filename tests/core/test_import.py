@@ -56,7 +56,7 @@ def test_everything_works_without_torch() -> None:
 def test_importing_kvx_core_imports_no_torch_and_loads_no_library() -> None:
     code = (
         "import sys, kvx_core; "
-        "print('torch' in sys.modules, kvx_core._abi.library.cache_info().currsize)"
+        "print('torch' in sys.modules, kvx_core._c.abi.library.cache_info().currsize)"
     )
     assert python(code) == "False 0"
 

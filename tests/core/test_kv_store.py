@@ -22,7 +22,7 @@ from kvx_core import (
     KvxError,
     UnsupportedError,
 )
-from kvx_core.stores.kv import PRESETS
+from kvx_core.caches.kv import PRESETS
 from tests.kv_stores import (
     DIM,
     FORMATS,

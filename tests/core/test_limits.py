@@ -29,9 +29,19 @@ from kvx_core import (
     SeqLens,
     SlotMapping,
     TensorDesc,
-    blocks,
     describe,
 )
+from kvx_core.blocks import layouts
+from kvx_core.caches.kv.store import KvCacheStore
+from kvx_core.caches.packed import (
+    CachedAttention,
+    PackedKVCache,
+    alibi_slopes,
+    causal_mask,
+    expand_heads,
+    packed_view,
+)
+from kvx_core.desc.layouts import shape
 from kvx_core.encodings import lossless
 from kvx_core.encodings.hadamard import hadamard
 from kvx_core.hybrid import (
@@ -50,18 +60,8 @@ from kvx_core.hybrid import (
     sizes,
 )
 from kvx_core.hybrid import engine_pages as pages
-from kvx_core.layouts import shape
-from kvx_core.live import LiveMigration
+from kvx_core.ops.live import LiveMigration
 from kvx_core.stores import Directory, PrefixStore
-from kvx_core.stores.kv.store import KvCacheStore
-from kvx_core.stores.packed import (
-    CachedAttention,
-    PackedKVCache,
-    alibi_slopes,
-    causal_mask,
-    expand_heads,
-    packed_view,
-)
 
 M32, M31 = 2**32 - 1, 2**31 - 1
 CONFIG = DSV4Config(head_dim=2, rope_dim=1, indexer_head_dim=16, sliding_window=1)
@@ -262,4 +262,4 @@ def test_sizes_of_tensors(field: str) -> None:
 
 def test_blocks_count_planes_from_one() -> None:
     with pytest.raises(InvalidArgumentError, match="no is 0, expected 1 to"):
-        blocks.block_stack([[torch.zeros(2, 4, 8)]], no=0)
+        layouts.block_stack([[torch.zeros(2, 4, 8)]], no=0)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvx_core import BlockTable, CacheDesc, CacheView, Plane, SeqLens, SlotMapping, describe
-from kvx_core.cache import PoolDesc
+from kvx_core.desc.cache import PoolDesc
+from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.find_tokens import find_tokens
+from kvx_core.desc.view import CacheSpan
 from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError
-from kvx_core.facts import CacheFacts
-from kvx_core.lookup import find_tokens
 from kvx_core.types import Memory
-from kvx_core.view import CacheSpan
 from tests import tables
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.reference import Dense, Packed, Ragged, Slots

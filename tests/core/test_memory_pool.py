@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
+from kvx_core.desc.tables import BlockTable
 from kvx_core.snapshot import Chunks, MemoryPool, Section
 from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.pool import Lease
-from kvx_core.tables import BlockTable
 
 CHUNK = 24
 FACTS = CacheFacts(fingerprint="m", rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0)

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvx_core import InvalidArgumentError, digest_cache, model_files_digest, tensor_digests
+from kvx_core import InvalidArgumentError, model_files_digest
+from kvx_core.model import digest_cache, tensor_digests
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

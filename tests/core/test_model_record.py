@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvx_core import ModelRecord
-from kvx_core.model_record import without_rope
-from kvx_core.rope import as_applied, standard_rope
+from kvx_core.model.record import without_rope
+from kvx_core.model.rope import as_applied, standard_rope
 
 ROPE = {"": {"rope_type": "default", "rope_theta": 10000.0}}
 RECORD = ModelRecord(files="f", architecture="llama", rope=ROPE)

@@ -28,12 +28,11 @@ from kvx_core import (
     describe,
     gather_kv,
     migrate,
-    torch_ops,  # noqa: F401
     verify,
     write_kv,
     write_layers,
 )
-from kvx_core.lookup import find_tokens
+from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.stores import Section
 from tests.core.dlpack import OnlyDLPack
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
-from kvx_core.one_end import END_RANGE, cut, cut_of, one_end
+from kvx_core.ops.end_ranges import END_RANGE, cut, cut_of, one_end
 from kvx_core.types import Layout
 from tests.core.test_plan import assert_equal, expect, filled, two_caches, view_of
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvx_core.options import GatherOptions, MoveOptions, WriteOptions
+from kvx_core.ops.options import GatherOptions, MoveOptions, WriteOptions
 
 
 @pytest.mark.parametrize(

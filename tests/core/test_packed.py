@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvx_core import CachedAttention, InvalidArgumentError, PackedKVCache, kvcache_append
-from kvx_core.stores.packed import cache as packed_cache
-from kvx_core.stores.packed.cache import Held
+from kvx_core.caches.packed import cache as packed_cache
+from kvx_core.caches.packed.cache import Held
 from tests.caches import random_values
 
 BATCH, DIM = 3, 21
@@ -60,7 +60,7 @@ def test_any_sequence_of_calls(
     dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside two plain tensors and torch.cat, with views of every size seen on the way."""
-    monkeypatch.setattr("kvx_core.stores.packed.cache._SPARE", 4)
+    monkeypatch.setattr("kvx_core.caches.packed.cache._SPARE", 4)
     choose = random.Random(f"calls {seed} {dtype}")
     cache = PackedKVCache(choose.choice([0, 5, 30]))
     wanted: tuple[Tensor, Tensor] | None = None
@@ -294,7 +294,7 @@ class Copies(TorchDispatchMode):
 def test_an_append_copies_its_tokens_and_growth_those_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte that torch copies, and how often memory is asked for. Appends of a token for which
     there is room are libkvx's."""
-    monkeypatch.setattr("kvx_core.stores.packed.cache._SPARE", 16)
+    monkeypatch.setattr("kvx_core.caches.packed.cache._SPARE", 16)
     new = torch.ones(2, 1, 8)
     PackedKVCache().append_packed(new, new)  # binds libkvx to torch, once in a process
     cache = PackedKVCache()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvx_core import CachedAttention, InvalidArgumentError, PackedKVCache
-from kvx_core.stores.packed import alibi_mask, alibi_slopes, causal_mask, expand_heads
-from kvx_core.stores.packed.heads import split_heads
+from kvx_core.caches.packed import alibi_mask, alibi_slopes, causal_mask, expand_heads
+from kvx_core.caches.packed.heads import split_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

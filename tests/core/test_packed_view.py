@@ -22,8 +22,8 @@ from kvx_core import (
     packed_view,
     verify,
 )
-from kvx_core.cache import CacheDesc
-from kvx_core.stores.packed import expand_heads
+from kvx_core.caches.packed import expand_heads
+from kvx_core.desc.cache import CacheDesc
 from tests.facts import SAME_MODEL
 
 transformers = pytest.importorskip("transformers")

@@ -25,7 +25,7 @@ from kvx_core import (
     describe,
     migrate,
 )
-from kvx_core.plan_info import RANGE
+from kvx_core.ops.plan_info import RANGE
 from kvx_core.types import Layout
 
 SEEDS = (1, 2, 3)

@@ -31,11 +31,11 @@ from kvx_core import (
     OutOfRangeError,
     Plan,
     WritePlan,
-    _bound,
     describe,
     gather_kv,
     write_kv,
 )
+from kvx_core._c import bound
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 8, 2, 16
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
@@ -73,7 +73,7 @@ def gather_described(cache: CacheDesc, table: Any, lens: Any, out: Any, **option
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are read in C, or, as without the exchange API, described in Python."""
     if request.param == "no DLPack":
-        monkeypatch.setattr("kvx_core._bound._torch_reader", lambda: None)
+        monkeypatch.setattr("kvx_core._c.bound._torch_reader", lambda: None)
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return watched
 
     for name in ("write", "gather"):
-        bind = getattr(_bound, name)
-        monkeypatch.setattr(_bound, name, lambda *args, bind=bind: watch(bind(*args)))
+        bind = getattr(bound, name)
+        monkeypatch.setattr(bound, name, lambda *args, bind=bind: watch(bind(*args)))
     return calls
 
 
@@ -307,12 +307,12 @@ def test_an_older_torch_is_extended_where_it_can_be(
         (tmp_path / "torch_c_dlpack_ext.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", older)
-    _bound._extend_torch.cache_clear()
+    bound._extend_torch.cache_clear()
     try:
-        found = _bound._torch_reader()
+        found = bound._torch_reader()
     finally:
         sys.modules.pop("torch_c_dlpack_ext", None)
-        _bound._extend_torch.cache_clear()
+        bound._extend_torch.cache_clear()
     assert (found is not None) is is_there
     assert found is None or (found[0] is OlderTensor and found[1])
 

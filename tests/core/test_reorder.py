@@ -30,9 +30,9 @@ from kvx_core import (
     compare,
     describe,
     migrate,
-    reorder,
     verify,
 )
+from kvx_core.ops import reorder
 from kvx_core.types import ScaleGranularity
 from tests import reference, tables
 from tests.caches import (

@@ -376,7 +376,7 @@ def test_more_rows_than_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         store.append(layer, *tokens[layer])
     everything = store.read_keys(1)
     for num_tokens in (1, 5, 36):
-        monkeypatch.setattr("kvx_core.stores.kv.half._ROWS_BYTES", num_tokens * 4 * 4 * 64)
+        monkeypatch.setattr("kvx_core.caches.kv.half._ROWS_BYTES", num_tokens * 4 * 4 * 64)
         assert torch.equal(store.read_keys(1), everything)
         assert torch.equal(store.read_keys(1, 2, 37, head=3), everything[3:, 2:])
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, Snapshot, StoreError, describe
-from kvx_core.migrate import copy_tokens
+from kvx_core.desc.tables import BlockTable
+from kvx_core.ops.migrate import copy_tokens
 from kvx_core.snapshot import Room, Section, can_join, restore_all, side_by_side
 from kvx_core.snapshot import room as room_module
 from kvx_core.snapshot.copiers import Copiers
-from kvx_core.tables import BlockTable
 
 CHUNK, CHUNKS, HEADS, DIM = 8, 4, 8, 32
 STOP = CHUNK * CHUNKS - 3  # the last chunk is not full

@@ -23,8 +23,8 @@ from kvx_core import (
     borrow,
     describe,
 )
-from kvx_core.stores.kv.tokens import array_of
-from kvx_core.tensors import row_major
+from kvx_core.caches.kv.tokens import array_of
+from kvx_core.desc.tensors import row_major
 from tests.core import dlpack
 from tests.core.dlpack import OldProducer, OnlyDLPack, Producer
 

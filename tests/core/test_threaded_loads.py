@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from kvx_core import Directory, PrefixStore, StoreError
-from kvx_core.files import OpenFile
+from kvx_core._c.os_files import OpenFile
 from kvx_core.snapshot import threaded
 from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores import loads

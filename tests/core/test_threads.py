@@ -13,7 +13,14 @@ import pytest
 import torch
 
 import kvx_core
-from kvx_core import CacheDesc, InvalidArgumentError, Layout, _abi, describe, write_kv
+from kvx_core import (
+    CacheDesc,
+    InvalidArgumentError,
+    Layout,
+    describe,
+    write_kv,
+)
+from kvx_core._c import abi
 
 NUM_TOKENS, HEADS, DIM, BLOCK = 203, 3, 40, 16
 
@@ -30,7 +37,7 @@ def _threads() -> Iterator[None]:
 
 def _lend(threads: object) -> None:
     address = None if threads is None else ctypes.cast(threads, ctypes.c_void_p).value
-    _abi.check(_abi.library().kvx_set_host_threads(address, 2))
+    abi.check(abi.library().kvx_set_host_threads(address, 2))
 
 
 class HostThreads:

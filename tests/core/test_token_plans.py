@@ -27,8 +27,8 @@ from kvx_core import (
     gather_kv,
     write_kv,
 )
-from kvx_core.lookups import NAMES
-from kvx_core.plan_info import _ROLES, RANGE
+from kvx_core.ops.plan_info import _ROLES, RANGE
+from kvx_core.ops.plan_lookups import NAMES
 from kvx_core.types import Layout, Role
 
 SEEDS = (1, 2, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import kvx_core.torch_ops
+import kvx_core.ops.torch_ops
 from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 8, 2, 16
@@ -158,7 +158,7 @@ def test_opcheck(sample: str) -> None:
 def test_schemas_name_what_is_mutated() -> None:
     mutated = {
         name: [a.name for a in getattr(torch.ops.kvx, name).default._schema.arguments if a.is_write]
-        for name in kvx_core.torch_ops._SCHEMAS
+        for name in kvx_core.ops.torch_ops._SCHEMAS
     }
     assert mutated == {
         "write_kv": ["k_cache", "v_cache"],
@@ -417,10 +417,10 @@ def test_the_op_keeps_no_cache_alive_and_no_stale_description() -> None:
 
 
 def test_descriptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvx_core.torch_ops, "_MAX_PLANS", 3)
-    kvx_core.torch_ops._plans.clear()
+    monkeypatch.setattr(kvx_core.ops.torch_ops, "_MAX_PLANS", 3)
+    kvx_core.ops.torch_ops._plans.clear()
     caches = [torch.zeros(2, 4, HEADS, DIM) for _ in range(7)]
     for cache in caches:
         torch.ops.kvx.write_kv(tokens(1), None, cache, None, torch.tensor([5]), "BLOCK_NHD")
-        assert len(kvx_core.torch_ops._plans) <= 3
+        assert len(kvx_core.ops.torch_ops._plans) <= 3
     assert all(torch.equal(cache[1, 1], tokens(1)[0].float()) for cache in caches)

@@ -36,7 +36,7 @@ from tests.core import dlpack
 from tests.core.dlpack import Producer
 from tests.facts import SAME_MODEL
 
-readers = sys.modules["kvx_core.readers"]
+readers = sys.modules["kvx_core.ops.readers"]
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, DIM, V_DIM = 2, 7, 4, 3, 10, 6
 TABLE = [[4, 1, 3], [2, 6, 0]]

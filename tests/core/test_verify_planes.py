@@ -22,9 +22,9 @@ from kvx_core import (
     UnsupportedError,
     describe,
     migrate,
-    readers,
     verify,
 )
+from kvx_core.ops import readers
 from kvx_core.types import Memory
 from tests.core.dlpack import CUDA, Producer
 from tests.facts import SAME_MODEL

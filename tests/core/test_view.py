@@ -34,7 +34,7 @@ from kvx_core import (
     migrate,
     verify,
 )
-from kvx_core.left_out import bytes_left_out
+from kvx_core.ops.left_out import bytes_left_out
 from kvx_core.stores import Section
 from tests.core import dlpack
 from tests.core.dlpack import Producer
@@ -446,7 +446,7 @@ def test_lengths_that_another_process_writes_after_the_move(
         lens[0] = -5
         return bytes_left_out(*args)
 
-    monkeypatch.setattr(sys.modules["kvx_core.migrate"], "bytes_left_out", written_first)
+    monkeypatch.setattr(sys.modules["kvx_core.ops.migrate"], "bytes_left_out", written_first)
     ends = []
     for _ in range(2):
         k, v = torch.randn(2, 2, 4, 2, 8)

@@ -38,10 +38,10 @@ from kvx_core import (
     SlotMapping,
     TensorDesc,
     WritePlan,
-    blocks,
     describe,
 )
-from kvx_core import layouts as layouts_module
+from kvx_core.blocks import layouts
+from kvx_core.desc import layouts as layouts_module
 from kvx_core.encodings import hadamard, lossless, turboquant
 from tests.facts import SAME_MODEL
 
@@ -243,17 +243,17 @@ def block_calls() -> dict[str, Case]:
     hd = universal | {"layout": "HND", "blocks": [[t.transpose(0, 1).clone() for t in STACK[0]]]}
     calls = {
         "block_stack": case(
-            blocks.block_stack,
+            layouts.block_stack,
             {"blocks": STACK, "layout": "NHD", "no": 2} | end,
             {"blocks": set(), "layout": {"str"}, "no": {"numpy int", "layout"}} | end_also,
         ),
         "universal_blocks": case(
-            blocks.universal_blocks,
+            layouts.universal_blocks,
             {"universals": UNIVERSALS} | end,
             {"universals": set[str]()} | end_also,
         ),
         "operational_blocks": case(
-            blocks.operational_blocks,
+            layouts.operational_blocks,
             {"operationals": OPERATIONALS, "shape": (4, 2, 8), "layout": "NHD"} | end,
             {"operationals": set(), "shape": set(), "layout": {"str"}} | end_also,
         ),

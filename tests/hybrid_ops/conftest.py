@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kvx_core import _abi_hybrid
+from kvx_core._c import abi_hybrid
 from kvx_core.hybrid import _arrays
 from kvx_core.types import Memory
 from tests.calls import Backend
@@ -30,7 +30,7 @@ class On:
 def on(built_backend: Backend, monkeypatch: pytest.MonkeyPatch) -> On:
     """The backend that kvx_core.hybrid.ops calls in this test."""
     if built_backend.name == "hostgrid":
-        library = _abi_hybrid.declare(built_backend.library())
-        monkeypatch.setattr(_abi_hybrid, "functions", lambda: library)
+        library = abi_hybrid.declare(built_backend.library())
+        monkeypatch.setattr(abi_hybrid, "functions", lambda: library)
         monkeypatch.setattr(_arrays, "memory_of", lambda device: Memory.DEVICE)
     return On(built_backend)

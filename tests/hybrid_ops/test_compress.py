@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvx_core import InvalidArgumentError, OutOfRangeError, _abi, _abi_hybrid
+from kvx_core import InvalidArgumentError, OutOfRangeError
+from kvx_core._c import abi, abi_hybrid
 from kvx_core.hybrid import _arrays, ops
 from kvx_core.types import DType
 from tests.hybrid_ops import oracle
@@ -80,7 +81,7 @@ def test_a_row_of_a_bulk_whose_slot_is_minus_1_is_skipped(on: On) -> None:
     found, every = on(torch.full((rows, dim), 7.0)), on(torch.full((rows, dim), 7.0))
     slots = on(torch.tensor([5, -1, -1, 2**31 - 1, -1], dtype=torch.int32))
     for out, given in ((every, None), (found, slots.data_ptr())):
-        desc = _abi_hybrid.kvx_hybrid_compress_t(
+        desc = abi_hybrid.kvx_hybrid_compress_t(
             memory=_arrays.memory_of(k.device),
             num_rows=rows,
             num_slots=1,
@@ -89,13 +90,13 @@ def test_a_row_of_a_bulk_whose_slot_is_minus_1_is_skipped(on: On) -> None:
             position_bytes=8,
             state=DType.F32,
             out_dtype=DType.F32,
-            flags=_abi_hybrid.BULK | _abi_hybrid.NO_OVERLAP,
+            flags=abi_hybrid.BULK | abi_hybrid.NO_OVERLAP,
             ka=k.data_ptr(),
             za=z.data_ptr(),
             out=out.data_ptr(),
             slots=given,
         )
-        _abi.check(_abi_hybrid.functions().kvx_hybrid_compress(desc, None))
+        abi.check(abi_hybrid.functions().kvx_hybrid_compress(desc, None))
     skipped = torch.tensor([False, True, True, False, True])
     assert (found.cpu()[skipped] == 7).all()
     assert torch.equal(found.cpu()[~skipped], every.cpu()[~skipped])

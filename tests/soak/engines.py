@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.soak.report import Sample
+from tests.soak.work import Family
 from tests.vllm_plugin.engine import Engine, EngineError, EngineProcess, Output, connector
-
-if TYPE_CHECKING:
-    from tests.soak.work import Family
 
 CHUNK_TOKENS = 32
 ROUND_SECONDS = 300  # a round that takes longer hangs

@@ -9,8 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tests.soak.engines import SoakProcess
 from tests.vllm_plugin import models
+from tests.vllm_plugin.engine import EngineProcess
 from tests.vllm_plugin.models import prompt
 
 NUM_PROMPTS = 120
@@ -46,7 +46,7 @@ class Family:
         cls,
         names: list[Path],
         parts: list[list[Request]],
-        process: SoakProcess,
+        process: EngineProcess,
         **options: Any,
     ) -> Family:
         """Asks engines without a connector; the requests of a part run together."""
@@ -74,7 +74,7 @@ class Family:
         return list(self.answers)
 
 
-def llamas(directory: Path, process: SoakProcess) -> Family:
+def llamas(directory: Path, process: EngineProcess) -> Family:
     """Two that differ in one layer's o_proj; some requests have an adapter, and run apart from
     the others: in batches of both, vLLM's LoRA on CPU is wrong without any connector.
     """
@@ -90,7 +90,7 @@ def llamas(directory: Path, process: SoakProcess) -> Family:
     return Family.of([one, other], [plain, adapted], process, enable_lora=True, max_lora_rank=8)
 
 
-def with_embeddings(family: Family, process: SoakProcess) -> Family:
+def with_embeddings(family: Family, process: EngineProcess) -> Family:
     """The first model and half the prompts of llamas; some are embeddings. On CPU, vLLM's engines
     with adapters cannot take them.
     """
@@ -101,7 +101,7 @@ def with_embeddings(family: Family, process: SoakProcess) -> Family:
     return Family.of([model], [requests], process, enable_prompt_embeds=True)
 
 
-def with_images(directory: Path, process: SoakProcess) -> Family:
+def with_images(directory: Path, process: EngineProcess) -> Family:
     """A model with images: the same ids stand behind each of them."""
     model = models.blip2(directory / "with_images")
     chance = random.Random(1)

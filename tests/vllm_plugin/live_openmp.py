@@ -12,12 +12,12 @@ import os
 from ctypes import c_uint, c_void_p
 from pathlib import Path
 
-from kvx_core import _abi
+from kvx_core._c import abi
 
 _PARALLEL = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_uint, c_uint)
 
 _file = Path(os.environ["KVX_TEST_TEAMS"])
-_openmp = _abi.openmp
+_openmp = abi.openmp
 
 
 def _library_at(address: int) -> str:
@@ -45,7 +45,7 @@ def _watched() -> tuple[int, int]:
 
 
 _teams: list[object] = []  # that libkvx may call
-_abi.openmp = _watched
+abi.openmp = _watched
 
 
 class Watch:

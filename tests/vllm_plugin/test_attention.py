@@ -173,7 +173,7 @@ print(json.dumps({
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["cuda"]
-    assert "kvx_core.torch_ops" not in found["loaded"]
+    assert "kvx_core.ops.torch_ops" not in found["loaded"]
     assert found["seconds"] < 0.05, found
 
 

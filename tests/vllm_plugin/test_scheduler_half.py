@@ -468,7 +468,7 @@ def test_rejected_drafts_are_not_saved(start: Any) -> None:
 )
 def test_chunks_of_a_new_store(window: int, expected: int) -> None:
     """At most the window, so that a full chunk is still there; never less than a store may say."""
-    from kvx_adapters.vllm_plugin.settings import _new_chunk_tokens
+    from kvx_adapters.vllm_plugin.stores import _new_chunk_tokens
 
     assert _new_chunk_tokens(window) == expected
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvx_adapters import vllm
 from kvx_core import CacheFacts, UnsupportedError
+from kvx_core._c.os_files import OpenFile
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import Scope
 from kvx_core.connector.weights import Stamp, Weights
-from kvx_core.files import OpenFile
 from kvx_core.snapshot import Precision, Section, StoreError
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import Match, PrefixStore

@@ -1,0 +1,1 @@
+"""Where the tensors, scales, tables and lengths of a cache lie, and what they mean."""

@@ -1,0 +1,110 @@
+"""Slots, tables and lengths as the ABI wants them: contiguous integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvx_core.argument_checks import wrong
+from kvx_core.desc.tensors import (
+    Borrowed,
+    Numbers,
+    TensorLike,
+    borrow,
+    borrow_ints,
+    int64_array,
+    is_tensor,
+    is_torch,
+    own,
+    row_major,
+)
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.formats import INDICES
+from kvx_core.types import DType, Memory
+
+
+def index_list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
+    return contiguous(name, borrow_ints(name, numbers), 1)
+
+
+def contiguous(
+    name: str,
+    borrowed: Borrowed,
+    ndim: int,
+    dtypes: tuple[DType, ...] = INDICES,
+) -> Borrowed:
+    """Borrows integers; refuses strides, which the ABI's tables do not have."""
+    if len(borrowed.shape) != ndim:
+        raise InvalidArgumentError(f"{name}.ndim is {len(borrowed.shape)}, expected {ndim}")
+    if not borrowed.is_contiguous:
+        raise InvalidArgumentError(
+            f"{name}.stride is {borrowed.stride}, expected {row_major(borrowed.shape)}, "
+            "contiguous. Pass a contiguous copy"
+        )
+    if borrowed.dtype not in dtypes:
+        expected = " or ".join(dtype.array_name for dtype in dtypes)
+        raise InvalidArgumentError(
+            f"{name}.dtype is {borrowed.dtype.array_name}, expected {expected}"
+        )
+    return borrowed
+
+
+def table_indices(indices: TensorLike, ndim: int, dtypes: tuple[DType, ...] = INDICES) -> Borrowed:
+    """The tensor behind a block table."""
+    found = borrow(indices, name="block_table", takes=dtypes)
+    return contiguous("block_table.indices", found, ndim, dtypes)
+
+
+def index_dtype(name: str, given: object) -> DType:
+    """The dtype of slots or lengths. Raises InvalidArgumentError."""
+    return DType.of(given, name, takes=INDICES)
+
+
+def table_dtype(name: str, given: object) -> DType:
+    """The dtype of a table, whose indices may be addresses. Raises InvalidArgumentError."""
+    return DType.of(given, name, takes=(*INDICES, DType.U64))
+
+
+def padded(name: str, rows: object) -> Numbers:
+    """A list of rows as a table, padded with -1 to the longest."""
+    expected = "a tensor of 2 axes, or a list with a list of block ids per sequence"
+    if type(rows) is list and len(rows) == 1 and type(rows[0]) is list and rows[0]:
+        return own(
+            int64_array(f"{name}[0]", rows[0])[None]
+        )  # as a connector asks for in every step
+    if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
+        raise wrong(name, rows, expected)
+    for i, row in enumerate(rows):
+        is_row = isinstance(row, Sequence) or (is_tensor(row) and getattr(row, "ndim", 0) == 1)
+        if not is_row or isinstance(row, (str, bytes)):
+            raise wrong(f"{name}[{i}]", row, f"a list of block ids: {expected}")
+    width = max(1, 1, *map(len, rows))
+    table = np.full((len(rows), width), -1, np.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = int64_array(f"{name}[{i}]", row)
+    return own(table)
+
+
+def are_right(dtype: object, memory: object, place: int, count: int, invalid: int = -1) -> bool:
+    """Whether fields have the types that `index_list` gives them: a quick check for every call."""
+    kinds = type(dtype), type(memory), type(place), type(count), type(invalid)
+    if kinds != (DType, Memory, int, int, int):
+        return False
+    return 0 <= place < 2**64 and 0 <= count < 2**32 and -(2**63) <= invalid < 2**63
+
+
+def are_counts(*numbers: object) -> bool:
+    """Whether these are ints of 32 bits without a sign."""
+    return all(type(number) is int and 0 <= number < 2**32 for number in numbers)
+
+
+def host_copy(name: str, at: int, owner: object) -> tuple[int, object]:
+    """Copies a torch tensor to HOST memory; returns where its address `at` is now, and the copy."""
+    if not is_torch(owner):
+        raise UnsupportedError(
+            f"{name} is on a device and belongs to a {type(owner).__name__}, expected a "
+            "torch.Tensor, which can be read back"
+        )
+    copy = owner.cpu()
+    return copy.data_ptr() + at - owner.data_ptr(), copy

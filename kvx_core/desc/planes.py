@@ -1,0 +1,189 @@
+"""Plane: a tensor of a layer beside K and V, or K or V in tiles that no layout has. Spec: E.11"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar
+
+from kvx_core._c import abi
+from kvx_core.argument_checks import fix, flag, instance, integer
+from kvx_core.desc.layouts import named_axes, named_axis
+from kvx_core.desc.memory_checks import same_memory
+from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.tables import BlockTable, SlotMapping
+from kvx_core.desc.tensor_desc import stored_as
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields
+from kvx_core.errors import InvalidArgumentError
+from kvx_core.formats import ELEMENTS
+from kvx_core.types import Axis, DType, Role
+
+
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class Plane(Borrowed):
+    """A tensor of a layer that tokens index, zero-copy. Shape in the order of `axes`.
+
+    Raises InvalidArgumentError for fields of other types, and for more or fewer axes than the
+    tensor has.
+    Spec: E.11
+    """
+
+    takes: ClassVar[tuple[DType, ...] | None] = ELEMENTS
+
+    axes: tuple[Axis, ...]
+    role: int  # a Role, or a number of the caller's own below 2**31
+    layer: int = 0  # of the model: the same number at both ends
+    tokens_per_entry: int = 1
+    replicated: bool = False  # the same numbers on every rank: num_heads does not cut it
+    scale: ScaleDesc | None = None
+    block_table: BlockTable | None = None  # of this plane alone; None: as the view's K and V
+    slots: SlotMapping | None = None
+    zero: ScaleDesc | None = None  # zero points, where the dtype has them
+
+    def __post_init__(self) -> None:
+        fix(
+            self,
+            role=_role,
+            layer=integer,
+            tokens_per_entry=integer,
+            replicated=flag,
+            axes=named_axes,
+        )
+        Borrowed.__post_init__(self)
+        if len(self.axes) != len(self.shape) or not self.axes:
+            raise InvalidArgumentError(
+                f"axes has {len(self.axes)} names, expected {len(self.shape)}, one per axis of the "
+                "tensor, and not 0 (spec E.11)"
+            )
+        if len(self.axes) > abi.MAX_PLANE_AXES:
+            raise InvalidArgumentError(
+                f"axes has {len(self.axes)} names, expected at most {abi.MAX_PLANE_AXES} "
+                "(spec E.11)"
+            )
+        for name, kind in (
+            ("scale", ScaleDesc),
+            ("zero", ScaleDesc),
+            ("block_table", BlockTable),
+            ("slots", SlotMapping),
+        ):
+            given = getattr(self, name)
+            if given is not None:
+                instance(name, given, kind, f"a {kind.__name__} or None")
+                same_memory(name, given.memory, "the plane is", self.memory)
+
+    @classmethod
+    def of(
+        cls,
+        tensor: TensorLike,
+        axes: Sequence[Axis | str],
+        role: Role | str | int,
+        layer: int = 0,
+        *,
+        dtype: DType | str | None = None,
+        tokens_per_entry: int = 1,
+        replicated: bool = False,
+        scale: ScaleDesc | TensorLike | float | None = None,
+        block_table: BlockTable | TensorLike | Sequence[Sequence[int]] | None = None,
+        slots: SlotMapping | TensorLike | Sequence[int] | None = None,
+        zero: ScaleDesc | TensorLike | float | None = None,
+        name: str = "tensor",
+    ) -> Plane:
+        """Describes a tensor, zero-copy.
+
+        tensor:      shape in the order of `axes`; any strides >= 0, library and device
+        axes:        the name of each axis of the tensor: "block", "token", "head" or "dim". A split
+                     axis is named for each of its parts, from the outermost to the innermost: tiles
+                     of 16 tokens x 2 numbers are ("block", "head", "token", "dim", "token", "dim")
+        role, layer: a migration pairs planes of the same role and layer. A Role or its name in any
+                     case, such as "index_k", or a number of the caller's own
+        dtype:       of the elements, if the tensor stores them as another dtype of the same size,
+                     such as FP8 in uint8; as `describe` takes it
+        tokens_per_entry: tokens that an entry stands for
+        replicated:  every rank holds the same numbers: num_heads of a migration does not select any
+        scale, zero: as ScaleDesc.of takes it; zero points are those of U8_ZERO and U8_BIAS
+        block_table, slots: this plane's own, if it does not use those of K and V; as CacheView.at
+                     takes them
+        name:        what errors call the tensor
+        Raises InvalidArgumentError, UnsupportedError.
+        """
+        fields = borrowed_fields(name, tensor, ELEMENTS)
+        counted = named_axes("axes", axes)
+        if dtype is not None:
+            fields |= stored_as(name, fields, dtype, counted)
+        return cls(
+            axes=counted,
+            role=_role("role", role),
+            layer=layer,
+            tokens_per_entry=tokens_per_entry,
+            replicated=replicated,
+            scale=None if scale is None else ScaleDesc.of(scale),
+            zero=None if zero is None else ScaleDesc.of(zero, name="zero"),
+            block_table=None if block_table is None else BlockTable.of(block_table),
+            slots=None if slots is None else SlotMapping.of(slots),
+            **fields,
+        )
+
+    def kind(self) -> str | None:
+        axes = "[" + ", ".join(axis.name.lower() for axis in self.axes) + "]"
+        return f"{self.role_name} of layer {self.layer} {axes}"
+
+    def of_parts(self) -> Plane:
+        """The same plane, its table not `exact`, for calls that each move some of its entries."""
+        if self.block_table is None:
+            return self
+        return replace(self, block_table=self.block_table.of_parts())
+
+    @property
+    def role_name(self) -> str:
+        """ "INDEX_K", or "role 40" of a caller's own."""
+        return role_name(self.role)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Layer and role, by which a migration pairs planes."""
+        return self.layer, self.role
+
+    def extent(self, axis: Axis | str) -> int:
+        """Extents of all parts of an axis together; 1 if it has none."""
+        wanted = named_axis("axis", axis)
+        parts = zip(self.shape, self.axes, strict=True)
+        return prod(extent for extent, found in parts if found is wanted)
+
+    def entry_bytes(self, num_heads: int | None = None) -> int:
+        """Bytes of an entry: of `num_heads` heads, or of all."""
+        heads = self.extent(Axis.HEAD) if self.replicated or not num_heads else num_heads
+        return heads * self.extent(Axis.DIM) * self.dtype.itemsize
+
+    def to_c(self) -> abi.kvx_plane_t:
+        """A new C struct with these fields."""
+        struct = abi.kvx_plane_t(
+            role=self.role,
+            layer=self.layer,
+            dtype=self.dtype,
+            memory=self.memory,
+            tokens_per_entry=self.tokens_per_entry,
+            flags=abi.PLANE_REPLICATED * self.replicated,
+            num_axes=len(self.axes),
+            data=self.data,
+            scale=abi.pointer_to(self.scale),
+            zero=abi.pointer_to(self.zero),
+            block_table=abi.pointer_to(self.block_table),
+            slots=abi.pointer_to(self.slots),
+        )
+        for part, axis, extent, stride in zip(
+            struct.axes, self.axes, self.shape, self.stride, strict=False
+        ):
+            part.axis, part.extent, part.stride_bytes = axis, extent, stride * self.dtype.itemsize
+        return struct
+
+
+def role_name(role: int) -> str:
+    """ "INDEX_K", or "role 40" of a caller's own."""
+    return Role(role).name if role in list(Role) else f"role {role}"
+
+
+def _role(name: str, role: Any) -> int:
+    if isinstance(role, str):
+        return Role.of(role, name)
+    return integer(name, role, 0, 2**31 - 1)

@@ -1,0 +1,1 @@
+"""Which model keys and values belong to: its files, their digests, its configuration, its rope."""
