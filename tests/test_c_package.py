@@ -79,7 +79,7 @@ def test_nothing_in_a_package_says_where_it_was_made(prefix: Path) -> None:
 
 def test_another_major_version_is_not_found(prefix: Path, tmp_path: Path) -> None:
     asks = (EXAMPLE / "CMakeLists.txt").read_text()
-    (tmp_path / "CMakeLists.txt").write_text(asks.replace("kvx 1.5", "kvx 2.0"))
+    (tmp_path / "CMakeLists.txt").write_text(asks.replace("kvx 1.0", "kvx 2.0"))
     shutil.copy(EXAMPLE / "move_tokens.c", tmp_path)
     found = f"-DCMAKE_PREFIX_PATH={prefix}"
     with pytest.raises(AssertionError, match=r"compatible\s+with\s+requested\s+version \"2\.0\""):

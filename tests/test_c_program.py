@@ -59,33 +59,18 @@ def test_a_program_written_for_kvbm_on_the_kernels(tmp_path: Path) -> None:
     assert re.fullmatch(r"stub build 0, batches 1, \d+ checks, 0 failures\n", said), said
 
 
-@pytest.mark.parametrize(("version", "checks"), [("1_3", "14"), ("1_4", "25")])
-def test_a_program_compiled_for_an_earlier_abi_runs_as_before(
-    version: str, checks: str, installed: Path, tmp_path: Path
-) -> None:
-    program = compile_program(
-        [*LANGUAGES["c11"], *WARNINGS],
-        ROOT / f"tests/c/abi_{version}/program.c",
-        tmp_path / "program",
-        include=ROOT / f"tests/c/abi_{version}",
-        library=installed / "kvx_core/libkvx.so",
-    )
-    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [(checks, "0")]
-
-
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_program_written_for_1_4_compiles_with_todays_headers(
+def test_a_program_with_the_header_of_v1_alone(
     language: str, installed: Path, tmp_path: Path
 ) -> None:
-    core = installed / "kvx_core"
     program = compile_program(
         [*LANGUAGES[language], *WARNINGS],
-        ROOT / "tests/c/abi_1_4/program.c",
+        ROOT / "tests/c/v1/program.c",
         tmp_path / "program",
-        include=core / "include",
-        library=core / "libkvx.so",
+        include=ROOT / "tests/c/v1",
+        library=installed / "kvx_core/libkvx.so",
     )
-    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [("25", "0")]
+    assert re.findall(r"(\d+) checks, (\d+) failures", run([program])) == [("64", "0")]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

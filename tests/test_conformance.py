@@ -18,7 +18,7 @@ from tests.reference import Half, KvOffsets, Layer, Packed, Ragged
 
 HEADERS = Path(__file__).parents[1] / "csrc" / "include" / "kvx"
 
-# sizeof on LP64, the numbers that v1.1 fixed and that 1.2 keeps. Spec: 6
+# sizeof on LP64, the numbers of v1. Spec: 6
 SIZES = {
     "kvx_version_t": 16,
     "kvx_tensor_desc_t": 112,

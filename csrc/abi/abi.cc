@@ -1,7 +1,6 @@
 // The exported functions: validate, plan, run.
 #include "abi/guarded.h"
 #include "abi/prepared.h"
-#include "desc/grown.h"
 #include "error.h"
 #include "kvx/kvx_ext.h"
 #include "plan/find.h"
@@ -41,9 +40,7 @@ kvx_status_t write(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
 }
 
 kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                    const kvx_gather_options_t *given, void *stream) {
-  kvx_gather_options_t room;
-  const kvx_gather_options_t *const options = grown(given, &room);
+                    const kvx_gather_options_t *options, void *stream) {
   KVX_TRY(validate_gather(cache, gather, options));
   const CallTensors tensors = tensors_of(*cache, *gather);
   bool on_device;
@@ -54,24 +51,15 @@ kvx_status_t gather(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gath
   return backend::run(plan, tensors.data(), tensors.size(), on_device, stream);
 }
 
-kvx_status_t migrate(const kvx_migrate_desc_t *given, void *stream) {
-  const Grown migrate(given);
-  KVX_TRY(validate_migrate(migrate.get()));
+kvx_status_t migrate(const kvx_migrate_desc_t *migrate, void *stream) {
+  KVX_TRY(validate_migrate(migrate));
   Prepared prepared;
-  KVX_TRY(prepare(*migrate.get(), &prepared));
+  KVX_TRY(prepare(*migrate, &prepared));
   return backend::run(prepared.plan, prepared.tensors.begin(), prepared.tensors.size(),
                       prepared.on_device, stream);
 }
 
-kvx_status_t locate(const kvx_find_desc_t *given) {
-  kvx_span_t span;
-  kvx_find_desc_t room;
-  const kvx_find_desc_t *find = given;
-  if (given && given->size >= sizeof *given) {
-    room = *given;
-    room.span = grown(given->span, &span);
-    find = &room;
-  }
+kvx_status_t locate(const kvx_find_desc_t *find) {
   KVX_TRY(validate_find(find));
   return find_tokens(*find);
 }
@@ -153,10 +141,6 @@ kvx_status_t kvx_set_num_threads(uint32_t num_threads) {
 kvx_status_t kvx_set_host_threads(kvx_parallel_t parallel, uint32_t num_threads) {
   kvx::backend::set_host_threads(parallel, num_threads);
   return KVX_STATUS_OK;
-}
-
-kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads) {
-  return kvx_set_host_threads(team, num_threads);
 }
 
 }  // extern "C"

@@ -2,7 +2,6 @@
 
 #include <initializer_list>
 
-#include "desc/grown.h"
 #include "desc/scale.h"
 #include "error.h"
 #include "plan/kept.h"
@@ -120,10 +119,9 @@ kvx_status_t keep_one_cache(std::unique_ptr<kvx_plan_t> *made, const Given &...g
 
 }  // namespace
 
-kvx_status_t keep(const kvx_migrate_desc_t *given, std::unique_ptr<kvx_plan_t> *made) {
-  const Grown migrate(given);
-  KVX_TRY(validate_migrate(migrate.get()));
-  auto plan = std::make_unique<Migration>(*migrate.get());
+kvx_status_t keep(const kvx_migrate_desc_t *migrate, std::unique_ptr<kvx_plan_t> *made) {
+  KVX_TRY(validate_migrate(migrate));
+  auto plan = std::make_unique<Migration>(*migrate);
   KVX_TRY(prepare(plan->kept.desc(), &plan->prepared));
   *made = std::move(plan);
   return KVX_STATUS_OK;
@@ -136,9 +134,7 @@ kvx_status_t keep(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
 }
 
 kvx_status_t keep(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                  const kvx_gather_options_t *given, std::unique_ptr<kvx_plan_t> *plan) {
-  kvx_gather_options_t room;
-  const kvx_gather_options_t *const options = grown(given, &room);
+                  const kvx_gather_options_t *options, std::unique_ptr<kvx_plan_t> *plan) {
   KVX_TRY(validate_gather(cache, gather, options));
   return keep_one_cache<KeptGather>(plan, *cache, *gather, options);
 }

@@ -1,19 +1,10 @@
 #include "abi/prepared.h"
 
-#include "desc/grown.h"
 #include "desc/plane.h"
 #include "error.h"
 #include "rules/plane.h"
 
 namespace kvx {
-
-Grown::Grown(const kvx_migrate_desc_t *given) : migrate_(given) {
-  if (!given || given->size < sizeof *given) return;
-  room_ = *given;
-  room_.src = grown(given->src, &src_);
-  room_.dst = grown(given->dst, &dst_);
-  migrate_ = &room_;
-}
 
 kvx_status_t prepare(const kvx_migrate_desc_t &migrate, Prepared *prepared) {
   auto &tensors = prepared->tensors;

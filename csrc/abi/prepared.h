@@ -25,21 +25,6 @@ inline CallTensors tensors_of(const kvx_cache_desc_t &cache, const kvx_gather_de
            {"gather.io.value", &gather.io.value}}};
 }
 
-// The caller's arguments, in structs of this version.
-class Grown {
- public:
-  explicit Grown(const kvx_migrate_desc_t *given);
-  Grown(const Grown &) = delete;
-  Grown &operator=(const Grown &) = delete;
-
-  const kvx_migrate_desc_t *get() const { return migrate_; }
-
- private:
-  kvx_span_t src_, dst_;
-  kvx_migrate_desc_t room_;
-  const kvx_migrate_desc_t *migrate_;
-};
-
 struct Prepared {
   Few<NamedTensor, 4> tensors;
   std::vector<kvx_tensor_desc_t> planes;  // their bytes, for `tensors`

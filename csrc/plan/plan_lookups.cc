@@ -2,7 +2,6 @@
 
 #include <initializer_list>
 
-#include "desc/grown.h"
 #include "desc/memory.h"
 
 namespace kvx {
@@ -11,7 +10,7 @@ namespace {
 void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &table,
                uint64_t null_block_plus_1) {
   set_dense(a, shape.num_blocks, shape.block_size);
-  a->null_block = null_block_of(null_block_plus_1);
+  a->null_block = static_cast<int64_t>(null_block_plus_1 - 1);  // -1: none
   a->max_blocks_per_seq = table.max_blocks_per_seq;
   a->indices = ints(table.indices, table.index_dtype);
   a->indices_count = table.indices_count;
@@ -47,7 +46,7 @@ void set_dense(Lookup *a, uint64_t rows, uint64_t tokens_per_row) {
   a->tokens_per_entry = 1;
   a->block_size = static_cast<uint32_t>(tokens_per_row);
   a->num_blocks = rows;
-  a->null_block = null_block_of(0);
+  a->null_block = -1;
 }
 
 void set_slots(Lookup *a, const BlockShape &shape, const kvx_slot_mapping_t &slots) {

@@ -31,13 +31,10 @@ inline kvx_status_t check_nonzero(const Path &path, const char *field, uint32_t 
   return KVX_INVALID("%s.%s is 0, expected at least 1 (spec 7.1)", KVX_AT(path), field);
 }
 
-// Checks reserved_0 of structs that have grown: until ABI 1.3 it had another meaning.
 inline kvx_status_t check_reserved_0(const Path &path, int64_t reserved_0) {
   if (reserved_0 == 0) return KVX_STATUS_OK;
-  return KVX_INVALID(
-      "%s.reserved_0 is %lld, expected 0: it was null_block_id until ABI 1.3; set "
-      "null_block_plus_1 to KVX_NULL_BLOCK(id) (spec E.2)",
-      KVX_AT(path), static_cast<ll>(reserved_0));
+  return KVX_INVALID("%s.reserved_0 is %lld, expected 0 (spec E.2)", KVX_AT(path),
+                     static_cast<ll>(reserved_0));
 }
 
 inline kvx_status_t check_flags(const Path &path, uint32_t flags, uint32_t known) {

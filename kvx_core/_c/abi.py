@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from kvx_core.errors import BY_STATUS, IncompatibleError, InternalError, InvalidArgumentError
 
 PACKAGE = Path(__file__).absolute().parents[1]  # kvx_core, where the libraries lie
-ABI_MAJOR, ABI_MINOR = 1, 5
+ABI_MAJOR, ABI_MINOR = 1, 0
 MAX_TENSOR_DIMS = 5
 MAX_PLANE_AXES = 8
 PLANE_REPLICATED = 1

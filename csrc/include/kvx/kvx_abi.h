@@ -25,7 +25,7 @@
 #include <stdint.h>
 
 #define KVX_ABI_VERSION_MAJOR 1
-#define KVX_ABI_VERSION_MINOR 5
+#define KVX_ABI_VERSION_MINOR 0
 #define KVX_ABI_VERSION_PATCH 0
 
 /* Enough for the packed layout, [block, head, dim / pack, token, pack]. */
@@ -64,13 +64,13 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_U32 = 8,
   KVX_DTYPE_U64 = 9,
   KVX_DTYPE_U8 = 10,          /* as a cache dtype: opaque bytes, copied to U8 and never converted */
-  KVX_DTYPE_F8_E4M3FNUZ = 11, /* AMD's: no infinity, NaN is 0x80, largest value 240; since 1.5 */
-  KVX_DTYPE_Q8_0 = 12,    /* an element is a unit: 32 numbers along dim in 34 bytes; since 1.5 */
-  KVX_DTYPE_Q4_0 = 13,    /* an element is a unit: 32 numbers along dim in 18 bytes; since 1.5 */
+  KVX_DTYPE_F8_E4M3FNUZ = 11, /* AMD's: no infinity, NaN is 0x80, largest value 240 */
+  KVX_DTYPE_Q8_0 = 12,    /* an element is a unit: 32 numbers along dim in 34 bytes */
+  KVX_DTYPE_Q4_0 = 13,    /* an element is a unit: 32 numbers along dim in 18 bytes */
   KVX_DTYPE_U8_ZERO = 14, /* value = (q - zero) * scale, with a scale and a zero point per group of
-                             numbers beside the data: OpenVINO's u8. Spec: E.14; since 1.5 */
-  KVX_DTYPE_U8_BIAS = 15, /* value = q * scale + zero: MLX's 8 bits. Spec: E.14; since 1.5 */
-  KVX_DTYPE_Q4_1 = 16,    /* a unit of 32 numbers in 20 bytes; this and those below since 1.5 */
+                             numbers beside the data: OpenVINO's u8. Spec: E.14 */
+  KVX_DTYPE_U8_BIAS = 15, /* value = q * scale + zero: MLX's 8 bits. Spec: E.14 */
+  KVX_DTYPE_Q4_1 = 16,    /* a unit of 32 numbers in 20 bytes */
   KVX_DTYPE_IQ4_NL = 17,  /* 32 numbers in 18 bytes */
   KVX_DTYPE_Q5_0 = 18,    /* 32 numbers in 22 bytes */
   KVX_DTYPE_Q5_1 = 19,    /* 32 numbers in 24 bytes */
@@ -115,24 +115,24 @@ typedef enum kvx_block_table_format_t {
   KVX_BLOCK_TABLE_KV_OFFSETS = 3, /* [seq_count, beam_width, 2, max_blocks_per_seq] KVCacheIndex */
   KVX_BLOCK_TABLE_POINTERS = 4,   /* [seq_count, max_blocks_per_seq, planes] addresses, U64: where
                                      a block begins in K of layer 0, V of layer 0, K of layer 1, ...
-                                     (K alone without V). Spec: E.12; since 1.5 */
+                                     (K alone without V). Spec: E.12 */
   KVX_BLOCK_TABLE_RING = 5        /* [seq_count, max_blocks_per_seq] block ids; token t is in entry
                                      t / block_size % max_blocks_per_seq, so that only a sequence's
-                                     last tokens are kept. Spec: E.16; since 1.5 */
+                                     last tokens are kept. Spec: E.16 */
 } kvx_block_table_format_t;
 
 typedef enum kvx_block_table_flags_t {
   KVX_BLOCK_TABLE_FLAG_NONE = 0,
   KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 << 0, /* MUST be set for KV_OFFSETS */
   KVX_BLOCK_TABLE_FLAG_EXACT = 1 << 1, /* RAGGED: a sequence has one entry for each of its tokens,
-                                          and no more; since 1.4 */
+                                          and no more */
   KVX_BLOCK_TABLE_FLAG_WHOLE = 1
       << 2,                           /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
                                          of a block that holds all planes; indptr is the address of
-                                         the one that the tensors describe. Spec: E.15; since 1.5 */
+                                         the one that the tensors describe. Spec: E.15 */
   KVX_BLOCK_TABLE_FLAG_HOLES = 1 << 3 /* entries that tokens of a call need may be null: these
                                          tokens are left out. Without it such a call is refused.
-                                         Spec: 5.1; since 1.5 */
+                                         Spec: 5.1 */
 } kvx_block_table_flags_t;
 
 /* What one scale covers. value = stored * scale; stored = round(x / scale). Spec: 6.6 */
@@ -142,13 +142,13 @@ typedef enum kvx_scale_granularity_t {
   KVX_SCALE_PER_BLOCK = 2,       /* [num_blocks] */
   KVX_SCALE_PER_HEAD = 3,        /* [num_kv_heads] */
   KVX_SCALE_PER_BLOCK_HEAD = 4,  /* [num_blocks, num_kv_heads] */
-  KVX_SCALE_PER_TOKEN_HEAD = 16, /* [num_blocks, block_size, num_kv_heads]; since 1.2 */
+  KVX_SCALE_PER_TOKEN_HEAD = 16, /* [num_blocks, block_size, num_kv_heads] */
   KVX_SCALE_PER_CHANNEL = 32,    /* [num_blocks, num_kv_heads, head_dim]: one for all tokens of a
-                                    block; of U8_ZERO and U8_BIAS. Spec: E.14; since 1.5 */
+                                    block; of U8_ZERO and U8_BIAS. Spec: E.14 */
   KVX_SCALE_PER_GROUP = 33,    /* [num_blocks, block_size, num_kv_heads, groups]: head_dim / groups
-                                  numbers share one; of U8_ZERO, U8_BIAS and F4_E2M1. Since 1.5 */
+                                  numbers share one; of U8_ZERO, U8_BIAS and F4_E2M1 */
   KVX_SCALE_PER_GROUP_4X4 = 34 /* the same, and tokens and groups swap places in fours; of F4_E2M1.
-                                  Spec: E.18; since 1.5 */
+                                  Spec: E.18 */
 } kvx_scale_granularity_t;
 
 /* ABI version of a library or of a caller. 16 bytes. Spec: 3 */

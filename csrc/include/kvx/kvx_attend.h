@@ -1,7 +1,7 @@
 /* KVX attention: one query against tokens of a cache, which are decoded a few at a time.
  *
  * For caches in formats that attention kernels do not read, such as Q8_0: no float32 copy of K or V
- * is made. All memory is HOST. The conventions of kvx_abi.h hold. Spec: E.21; since 1.5 */
+ * is made. All memory is HOST. The conventions of kvx_abi.h hold. Spec: E.21 */
 #ifndef KVX_ATTEND_H_
 #define KVX_ATTEND_H_
 

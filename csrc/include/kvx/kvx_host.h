@@ -58,10 +58,6 @@ typedef void (*kvx_parallel_t)(void (*work)(void *data), void *data, unsigned nu
  * parallel NULL: libkvx's own threads again, as in a forked child. */
 KVX_API kvx_status_t kvx_set_host_threads(kvx_parallel_t parallel, uint32_t num_threads);
 
-/* The names of these until 1.4. */
-typedef kvx_parallel_t kvx_team_t;
-KVX_API kvx_status_t kvx_set_team(kvx_team_t team, uint32_t num_threads);
-
 /* ---- The device ---- */
 
 /* Reports the tokens that calls on DEVICE memory have skipped because an index, a length or a scale

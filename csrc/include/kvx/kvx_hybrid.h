@@ -9,7 +9,7 @@
  * that a call writes overlap no other array of it. A call on HOST memory checks slots, positions
  * and block ids first and writes nothing if one is out of range; on DEVICE memory kernels skip the
  * rows whose numbers are out of range. Calls allocate nothing on a device, wait for nothing and may
- * be captured. A call on no rows does nothing. Spec: E.22; since 1.5 */
+ * be captured. A call on no rows does nothing. Spec: E.22 */
 #ifndef KVX_HYBRID_H_
 #define KVX_HYBRID_H_
 

@@ -13,8 +13,7 @@
 extern "C" {
 #endif
 
-/* Writes like kvx_write_kv_ext(caches[l], writes[l], options, stream) for l < num_layers;
- * since 1.5.
+/* Writes like kvx_write_kv_ext(caches[l], writes[l], options, stream) for l < num_layers.
  *
  * caches, writes: [num_layers]; the caches hold as many blocks of as many tokens, and the writes
  *                 have the same slots: dtype, token_count, invalid_slot and address

@@ -30,8 +30,7 @@ extern "C" {
  *   slots        one slot per token that moves, the sequences one after the other
  *   neither      dense: sequence s is block s (HF's [batch, head, token, dim], a StaticCache, ...)
  *
- * 112 bytes; 80 in 1.4, which had no zeros and no planes. Until 1.3 it was 72 bytes, and reserved_0
- * was `null_block_id`, the block itself: structs of those sizes keep their meaning. Spec: E.3 */
+ * 112 bytes. Spec: E.3 */
 typedef struct kvx_span_t {
   uint32_t size;
   uint32_t num_layers;
@@ -47,14 +46,12 @@ typedef struct kvx_span_t {
   uint64_t null_block_plus_1;             /* as in kvx_gather_options_t */
   const kvx_scale_desc_t *const *k_zeros; /* zero points of U8_ZERO and U8_BIAS, as k_scales and of
                                              the same granularity; one scale of all of F4_E2M1, or
-                                             none. Spec: E.14, E.18; since 1.5 */
+                                             none. Spec: E.14, E.18 */
   const kvx_scale_desc_t *const *v_zeros;
-  const kvx_plane_t *const *planes; /* [num_planes] beside the layers; since 1.5 */
+  const kvx_plane_t *const *planes; /* [num_planes] beside the layers */
   uint32_t num_planes;
   uint32_t reserved_1; /* 0 */
 } kvx_span_t;
-
-typedef kvx_span_t kvx_view_t; /* the name until 1.4 */
 
 /* kvx_migrate_kv's arguments.
  *

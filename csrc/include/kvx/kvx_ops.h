@@ -33,12 +33,11 @@ extern "C" {
 
 /* Migrations into units that cover all tokens of a block (KVX_SCALE_PER_CHANNEL): tokens may begin
  * anywhere in a block, and the tokens before them in it are quantized anew. Without the flag they
- * must begin at a block's first token. Spec: E.14; since 1.5 */
+ * must begin at a block's first token. Spec: E.14 */
 #define KVX_FLAG_REQUANTIZE (1u << 4)
 
 /* Migrations: K, or V, is rotated on its way: each group of 2^log2 numbers of a vector, log2 1 to
- * 12, is multiplied by Hadamard's matrix, normalized. The same rotation undoes it. Spec: E.17;
- * since 1.5 */
+ * 12, is multiplied by Hadamard's matrix, normalized. The same rotation undoes it. Spec: E.17 */
 #define KVX_FLAG_HADAMARD_K(log2) ((uint32_t)(log2) << 8)
 #define KVX_FLAG_HADAMARD_V(log2) ((uint32_t)(log2) << 12)
 #define KVX_FLAG_HADAMARD_MASK 0xff00u
@@ -46,8 +45,7 @@ extern "C" {
 /* Writes and gathers: the caller knows that device 0 to 254 has allocated all that the call reads
  * and writes outside HOST memory: tensors, scales, indices and the secondary pool. Where that
  * device is current, libkvx does not ask the CUDA runtime about each of them, which takes a
- * microsecond or two; where another is, it asks and refuses as without the flag. Spec: E.2; since
- * 1.5 */
+ * microsecond or two; where another is, it asks and refuses as without the flag. Spec: E.2 */
 #define KVX_FLAG_OWNED_BY(device) (((uint32_t)(device) + 1) << 24)
 #define KVX_FLAG_OWNER_MASK 0xff000000u
 
@@ -71,20 +69,17 @@ KVX_API kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_w
 
 /* ---- Gather ---- */
 
-/* Options of kvx_gather_kv_ext. 48 bytes.
- *
- * Until 1.3 it was 40 bytes, and reserved_0 was `null_block_id`, the block itself: a struct of that
- * size keeps its meaning. */
+/* Options of kvx_gather_kv_ext. 48 bytes. */
 typedef struct kvx_gather_options_t {
   uint32_t size;
   uint32_t flags; /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _OWNED_BY */
-  int64_t reserved_0;
+  int64_t reserved_0;            /* 0 */
   uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
-  uint32_t reserved_1;
+  uint32_t reserved_1;           /* 0 */
   const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8 or S8; NULL: 1 */
   const kvx_scale_desc_t *v_scale;
   uint64_t null_block_plus_1; /* KVX_NULL_BLOCK(id) of a block that holds nothing (vLLM: id 0); 0:
-                                 every block holds tokens. Since 1.4 */
+                                 every block holds tokens */
 } kvx_gather_options_t;
 
 /* kvx_gather_kv with options; NULL options are those of kvx_gather_kv. */

@@ -1,20 +1,5 @@
-/* KVX v1: the standard description of a paged KV cache, as C.
- *
- * A KVX descriptor says where the K and V of every token of a cache lie, without owning or moving
- * a byte of it. This header holds the v1 descriptors and the two v1 operations on them: write new
- * tokens into a cache, and gather cached tokens out of it. What goes beyond v1 (the error sentence,
- * migration between two caches, options of gather) is in kvx_ext.h. The prose behind every
- * "Spec:" reference is docs/spec.md.
- *
- * Conventions
- *   - Every struct begins with `size`, set by the caller to sizeof(the struct). A smaller value is
- *     refused; a larger one, from a newer header of the same major version, is accepted.
- *   - Strides are in elements. Whatever is in bytes says bytes.
- *   - All pointers are borrowed for the duration of the call and never retained.
- *   - Functions are thread-safe as long as concurrent calls do not write overlapping memory.
- *   - Nothing is written before the whole call has been validated.
- *   - Unused fields are zero. Sizes and offsets below are for LP64.
- */
+/* The structs, enums and functions of the KVX v1 specification, alone: what a program sees that was
+ * written from it. Sizes and offsets are those of LP64. Spec: 3 to 7 */
 #ifndef KVX_ABI_H_
 #define KVX_ABI_H_
 
@@ -22,7 +7,7 @@
 #include <stdint.h>
 
 #define KVX_ABI_VERSION_MAJOR 1
-#define KVX_ABI_VERSION_MINOR 3
+#define KVX_ABI_VERSION_MINOR 0
 #define KVX_ABI_VERSION_PATCH 0
 
 /* Enough for the packed layout, [block, head, dim / pack, token, pack]. */
@@ -38,7 +23,7 @@
 extern "C" {
 #endif
 
-/* Result of every call. The sentence behind a failure: kvx_last_error() in kvx_ext.h. Spec: 8 */
+/* Result of every call. Spec: 8 */
 typedef enum kvx_status_t {
   KVX_STATUS_OK = 0,
   KVX_STATUS_INVALID_ARGUMENT = 1, /* malformed descriptor: field missing, wrong or inconsistent */
@@ -100,7 +85,6 @@ typedef enum kvx_scale_granularity_t {
   KVX_SCALE_PER_BLOCK = 2,      /* [num_blocks] */
   KVX_SCALE_PER_HEAD = 3,       /* [num_kv_heads] */
   KVX_SCALE_PER_BLOCK_HEAD = 4, /* [num_blocks, num_kv_heads] */
-  KVX_SCALE_PER_TOKEN_HEAD = 16 /* [num_blocks, block_size, num_kv_heads]; since 1.2 */
 } kvx_scale_granularity_t;
 
 /* ABI version of a library or of a caller. 16 bytes. Spec: 3 */
