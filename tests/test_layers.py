@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CPP = (".h", ".cc", ".inl", ".cu", ".cuh")

@@ -9,6 +9,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+# Keys of a config that do not change what a model computes: who saved it, with which version, and
+# the dtype to load it in.
+IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+# In these objects the same keys say how weights and activations are quantised.
+QUANTIZATION = ("quantization_config", "compression_config")
+
 
 def values(config: Any) -> dict[str, Any]:
     """The fields of a dataclass or pydantic model and their values."""

@@ -11,16 +11,13 @@ from typing import Any
 
 from kvx_core.argument_checks import instance
 from kvx_core.errors import InvalidArgumentError
+from kvx_core.model.config_values import IGNORED, QUANTIZATION
 from kvx_core.model.content_digest import content_digest
 from kvx_core.model.rope import KEYS, standard_rope
 from kvx_core.model.tensor_digests import Progress, Tensor, digests, metadata
 
 logger = logging.getLogger("kvx")
 
-# Who saved the model, with which version, and the dtype to load it in do not change the results.
-_CONFIG_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-# In these objects the same keys say how weights and activations are quantised.
-_QUANTIZATION = ("quantization_config", "compression_config")
 # Settings in tokenizer.json that any call of the tokenizer may have left there.
 _TOKENIZER_IGNORED = ("padding", "truncation")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
@@ -100,7 +97,7 @@ def _config_parts(directory: Path, config: Path) -> list[str | bytes | Path]:
     parts: list[str | bytes | Path] = []
     for path, found in read.items():
         parts += [path.name] if path.name == "params.json" else []
-        parts.append(_canonical(_with_standard_rope(found), _CONFIG_IGNORED))
+        parts.append(_canonical(_with_standard_rope(found), IGNORED))
     for name in _QUANTIZERS:
         if (directory / name).is_file():
             parts += [name, _canonical(_json(directory / name), ())]
@@ -142,7 +139,7 @@ def _canonical(value: Any, ignored: tuple[str, ...]) -> str:
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
             return {
-                key: item if key in _QUANTIZATION else kept(item)
+                key: item if key in QUANTIZATION else kept(item)
                 for key, item in value.items()
                 if key not in ignored
             }

@@ -12,11 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvx_core.model.config_values import IGNORED, QUANTIZATION
 from kvx_core.model.rope import KEYS, Rope, number
-
-# Fields of a loaded config that say how it was loaded, not what the model computes.
-_CONFIG_IGNORED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
-_QUANTIZATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +62,8 @@ def without_rope(config: Mapping[str, Any]) -> dict[str, Any]:
             }
             if factors:
                 found["partial_rotary_factor"] = number(factors.get("", sorted(factors.items())))
-        elif key not in KEYS and key not in _CONFIG_IGNORED:
+        elif key not in KEYS and key not in IGNORED:
             # In a quantiser's config dtypes matter, so nothing is left out of it.
-            is_part = isinstance(value, Mapping) and key not in _QUANTIZATION
+            is_part = isinstance(value, Mapping) and key not in QUANTIZATION
             found[key] = without_rope(value) if is_part else number(value)
     return found
