@@ -16,8 +16,8 @@ from kvx_core.desc.tensors import moving_owners
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import FactsMismatchError, InvalidArgumentError
 from kvx_core.ops.holds import require_holds
+from kvx_core.ops.kept_plan import KeptPlan, Ranges, closed_call
 from kvx_core.ops.options import MoveKeywords, MoveOptions
-from kvx_core.ops.plan import Plan, Ranges, closed_call
 from kvx_core.ops.plan_info import PlanInfo
 from kvx_core.ops.plan_lookups import (
     NAMES,
@@ -63,7 +63,7 @@ def plan_migrate(
     return MigratePlan(src, dst, ends, seq_lens, chosen, flag("new_positions", new_positions))
 
 
-class MigratePlan(Plan):
+class MigratePlan(KeptPlan):
     """A kept migration: see Plan.migrate."""
 
     __slots__ = (

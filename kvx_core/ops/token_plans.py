@@ -29,8 +29,8 @@ from kvx_core.ops.calls import (
     token_desc,
     write_like,
 )
+from kvx_core.ops.kept_plan import KeptPlan, Ranges, closed_call
 from kvx_core.ops.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
-from kvx_core.ops.plan import Plan, Ranges, closed_call
 from kvx_core.ops.plan_info import PlanInfo
 from kvx_core.ops.plan_lookups import Indices
 from kvx_core.ops.streams import call_stream
@@ -38,7 +38,7 @@ from kvx_core.ops.streams import call_stream
 _Tokens = tuple[TensorDesc, TensorDesc | None]
 
 
-class _TokenPlan(Plan):
+class _TokenPlan(KeptPlan):
     """What plans of a write and of a gather share: a cache, and tensors of tokens."""
 
     __slots__ = ("_cache", "_handle", "_like", "_options", "_stream")
