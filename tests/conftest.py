@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from tests.calls import BACKENDS, Backend, hostgrid_library
+from tests.checked import Checked
 from tests.native import ROOT, alone, run
 
 # Examples differ from run to run only where somebody asks for it: a failure in CI is one here too.
@@ -80,6 +81,11 @@ def _own_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what is marked slow, as CI does")
+    parser.addoption("--csrc", action="store_true", help="run what is marked of_csrc in any case")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Checked(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

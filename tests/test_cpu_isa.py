@@ -37,6 +37,7 @@ def python(*arguments: str, isa: str | None = None) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
+@pytest.mark.of_csrc
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_another_instruction_set_passes_the_same_tests(isa: str) -> None:
     used = python("-c", ISA, isa=isa).stdout.strip()
@@ -71,6 +72,7 @@ int main(void) {
 
 
 @pytest.mark.slow
+@pytest.mark.of_csrc
 @pytest.mark.skipif(
     shutil.which("qemu-x86_64") is None, reason="no emulator of processors: apt install qemu-user"
 )

@@ -20,7 +20,7 @@ import pytest
 from tests.native import run
 from tests.sass.listing import cuobjdump, demangled, usages
 
-pytestmark = pytest.mark.slow  # it builds for minutes
+pytestmark = [pytest.mark.slow, pytest.mark.of_csrc]  # it builds for minutes
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 READ = ("sm_80", "sm_90")  # whose code is read: without and with conversions to FP8

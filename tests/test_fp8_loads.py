@@ -191,6 +191,7 @@ def machine(installed: Path) -> Iterator[Machine]:
 
 
 @pytest.mark.slow  # it builds for minutes
+@pytest.mark.of_csrc
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_of_a_load(machine: Machine, case: Case) -> None:
     """The machine code moves the same bytes, and loads all of FP8 by vectors of this size."""
@@ -205,6 +206,7 @@ def test_bytes_of_a_load(machine: Machine, case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.of_csrc
 def test_the_machine_code_leaves_out_a_head_without_a_usable_scale(machine: Machine) -> None:
     gather_past_a_scale(0.0)
     assert any("convert_kernel<E4m3,Bf16" in launch.kernel for launch in machine.launches)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.native import ROOT, hostgrid_library, run, sanitized_program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.of_csrc]
 
 
 class Mutant(NamedTuple):

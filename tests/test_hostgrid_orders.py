@@ -12,7 +12,7 @@ import pytest
 
 from tests.native import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.of_csrc]
 
 # Every family, every way to find a token, tokens that are skipped, calls of many waves.
 SUBSET = (

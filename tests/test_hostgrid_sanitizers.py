@@ -13,7 +13,7 @@ import pytest
 
 from tests.native import run, sanitized_program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.of_csrc]
 SECONDS = int(os.environ.get("KVX_FUZZ_SECONDS", "5"))
 SEED = int(os.environ.get("KVX_FUZZ_SEED", "1"))
 

@@ -25,6 +25,7 @@ SOME = (
 
 
 @pytest.mark.slow
+@pytest.mark.of_csrc
 def test_suite_with_address_sanitizer() -> None:
     """PyTorch and numpy allocate through the sanitizer's malloc: their buffers have red zones."""
     library = sanitized_library("ON")
@@ -55,6 +56,7 @@ def test_suite_with_address_sanitizer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.of_csrc
 def test_threads_with_thread_sanitizer() -> None:
     output = run([sanitized_program("fuzz/fuzz.cc", "THREAD"), "threads", "8"], timeout=300)
     assert int(re.findall(r"(\d+) calls from 4 threads", output)[0]) > 20
@@ -68,6 +70,7 @@ def test_threads_with_thread_sanitizer() -> None:
     ],
 )
 @pytest.mark.slow
+@pytest.mark.of_csrc
 def test_sanitizers_report(sanitize: str, lie: str, report: str) -> None:
     """What the tests above would see if there were something to see."""
     program = sanitized_program("lie.cc", sanitize)

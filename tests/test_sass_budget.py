@@ -35,6 +35,7 @@ def libraries(installed: Path) -> list[str | Path]:
 
 
 @slow
+@pytest.mark.of_csrc
 @pytest.mark.parametrize("case", COPIED)
 def test_the_machine_code_copies_what_torch_copies(case: str, libraries: list[str | Path]) -> None:
     said = run([sys.executable, "-m", "tests.sass", *libraries, "--check", "--only", case])
@@ -42,6 +43,7 @@ def test_the_machine_code_copies_what_torch_copies(case: str, libraries: list[st
 
 
 @slow
+@pytest.mark.of_csrc
 @pytest.mark.parametrize("case", COUNTED)
 def test_instructions_per_512_bytes(case: str, libraries: list[str | Path], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
