@@ -26,7 +26,7 @@ from kvx_core import (
     TensorLike,
     UnsupportedError,
 )
-from kvx_core.argument_checks import flag, integer, wrong
+from kvx_core.argument_checks import bad_argument, flag, integer
 from kvx_core.blocks.copies import (
     BACKENDS,
     backend_number,
@@ -297,5 +297,5 @@ def _are_empty(first: str, blocks: Any, second: str, others: Any) -> bool:
     """Whether there is nothing to do: no blocks at all, which is no mistake."""
     for name, given in ((first, blocks), (second, others)):
         if not isinstance(given, (list, tuple)):
-            raise wrong(name, given, "a list with an entry per block")
+            raise bad_argument(name, given, "a list with an entry per block")
     return not blocks and not others

@@ -16,7 +16,7 @@ _P = ParamSpec("_P")
 Check = Callable[[str, Any], Any]  # of a name and a value: the value, as it is taken, or raises
 
 
-def found(value: object) -> str:
+def shown(value: object) -> str:
     """A value in a sentence: its repr if that is short, else its type."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         text = repr(value)
@@ -25,15 +25,15 @@ def found(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def wrong(name: str, value: object, expected: str) -> InvalidArgumentError:
+def bad_argument(name: str, value: object, expected: str) -> InvalidArgumentError:
     """The exception for a wrong argument: its name, its value and what was expected."""
-    return InvalidArgumentError(f"{name} is {found(value)}, expected {expected}")
+    return InvalidArgumentError(f"{name} is {shown(value)}, expected {expected}")
 
 
 def instance(name: str, value: object, kind: type[_T] | tuple[type[_T], ...], expected: str) -> _T:
     """`value` if it is a `kind`. Raises InvalidArgumentError."""
     if not isinstance(value, kind):
-        raise wrong(name, value, expected)
+        raise bad_argument(name, value, expected)
     return value
 
 
@@ -42,18 +42,18 @@ def one_of(name: str, value: Any, *words: str) -> str:
     if isinstance(value, str) and value in words:
         return value
     *others, last = map(repr, words)
-    raise wrong(name, value, f"{', '.join(others)} or {last}")
+    raise bad_argument(name, value, f"{', '.join(others)} or {last}")
 
 
 def integer(name: str, value: Any, lowest: int = 0, highest: int = 2**32 - 1) -> int:
     """`value` as an int, from any integer type but bool. Raises InvalidArgumentError."""
     expected = f"{lowest} to {highest}"
     if isinstance(value, bool) or hasattr(value, "__dlpack__"):
-        raise wrong(name, value, f"an integer, {expected}")
+        raise bad_argument(name, value, f"an integer, {expected}")
     try:
         number = index(value)
     except TypeError:
-        raise wrong(name, value, f"an integer, {expected}") from None
+        raise bad_argument(name, value, f"an integer, {expected}") from None
     if not lowest <= number <= highest:
         raise InvalidArgumentError(f"{name} is {number}, expected {expected}")
     return number
@@ -75,13 +75,13 @@ def flag(name: str, value: Any) -> bool:
         return value
     if type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise wrong(name, value, "True or False")
+    raise bad_argument(name, value, "True or False")
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
     """A shape or strides as a tuple of int. Raises InvalidArgumentError."""
     if not isinstance(value, (tuple, list)):
-        raise wrong(name, value, "a tuple of integers")
+        raise bad_argument(name, value, "a tuple of integers")
     return tuple(int64(f"{name}[{i}]", number) for i, number in enumerate(value))
 
 
@@ -90,7 +90,7 @@ def text(name: str, value: Any) -> str:
     with suppress(UnicodeEncodeError):
         instance(name, value, str, "a str").encode()
         return str(value)
-    raise wrong(name, value, "a text of Unicode characters")
+    raise bad_argument(name, value, "a text of Unicode characters")
 
 
 def items(name: str, value: Any) -> Any:
@@ -102,7 +102,7 @@ def items(name: str, value: Any) -> Any:
             pass
         else:
             return value
-    raise wrong(name, value, "a list or an array of integers")
+    raise bad_argument(name, value, "a list or an array of integers")
 
 
 def int64s(name: str, value: Any) -> tuple[int, ...]:
@@ -116,16 +116,18 @@ def each(name: str, value: Any, expected: str) -> tuple[Any, ...]:
     if not isinstance(value, (str, bytes, dict)):
         with suppress(TypeError):
             return tuple(value)
-    raise wrong(name, value, expected)
+    raise bad_argument(name, value, expected)
 
 
 def list_of(name: str, given: Any, kind: type[_T], expected: str) -> tuple[_T, ...]:
     """`given`, a list or tuple of `kind`. Raises InvalidArgumentError."""
     if not isinstance(given, (list, tuple)):
-        raise wrong(name, given, f"a list or tuple of {expected}")
+        raise bad_argument(name, given, f"a list or tuple of {expected}")
     for i, one in enumerate(given):
         if not isinstance(one, kind):
-            raise wrong(f"{name}[{i}]", one, f"a {kind.__name__}: a list or tuple of {expected}")
+            raise bad_argument(
+                f"{name}[{i}]", one, f"a {kind.__name__}: a list or tuple of {expected}"
+            )
     return tuple(given)
 
 
@@ -170,7 +172,7 @@ def takes(**checks: Check) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     return decorate
 
 
-def fix(desc: object, **fields: Callable[[str, Any], Any]) -> None:
+def coerce_fields(desc: object, **fields: Callable[[str, Any], Any]) -> None:
     """Converts fields of a frozen descriptor while it is made, each by its function."""
     for name, make in fields.items():
         object.__setattr__(desc, name, make(name, getattr(desc, name)))
@@ -194,7 +196,7 @@ def are_sizes(shape: Any, stride: Any) -> bool:
     return set(map(type, numbers)) == {int} and -(2**63) <= min(numbers) <= max(numbers) < 2**63
 
 
-def many(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """'1 block', '2 blocks'."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -204,6 +206,6 @@ def product(extents: Iterable[int | str]) -> str:
     return " x ".join(map(str, extents)) or "one element"
 
 
-def listed(name: str, *parts: str | None) -> str:
+def format_repr(name: str, *parts: str | None) -> str:
     """'Name(part, part)' without empty parts."""
     return f"{name}({', '.join(part for part in parts if part)})"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Self
 
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.errors import Status
 from kvx_core.formats import DType
 
@@ -43,7 +43,7 @@ class Named(IntEnum):
             return cls[member.upper()]
         members = [one for one in cls if one.name not in _NO_MEMBERS] if takes is None else takes
         expected = ", ".join(one.name for one in members)
-        raise wrong(name or cls.__name__, member, f"a kvx_core.{cls.__name__}: {expected}")
+        raise bad_argument(name or cls.__name__, member, f"a kvx_core.{cls.__name__}: {expected}")
 
     @classmethod
     def called(cls, name: str, member: object) -> Self:

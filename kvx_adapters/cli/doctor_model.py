@@ -18,7 +18,7 @@ from kvx_adapters.cli.model_layers import (
     parts_with_layers,
     read_config,
 )
-from kvx_core.argument_checks import many
+from kvx_core.argument_checks import plural
 
 _GROUPS = "a view of each group of layers"
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
@@ -102,7 +102,7 @@ def _caches(kinds: Kinds) -> str:
         ("nothing", kinds.nothing),
         ("an encoder's output", int(kinds.has_encoder)),
     ]
-    return "; ".join(f"{many(count, 'layer')}: {text}" for text, count in found if count)
+    return "; ".join(f"{plural(count, 'layer')}: {text}" for text, count in found if count)
 
 
 def _bytes_per_token(text: Any, kinds: Kinds) -> str:
@@ -130,7 +130,7 @@ def _kv_numbers(text: Any, kinds: Kinds) -> tuple[int, str]:
         rank, rotated = kinds.latent
         return numbers, f"latents of {rank} numbers and keys of {rotated} in each layer"
     if are_alike(found):
-        heads = many(found[0].num_kv_heads, "KV head")
+        heads = plural(found[0].num_kv_heads, "KV head")
         return numbers, f"{heads} of {found[0].head_dim} in each layer"
     return numbers, sizes_in_words(found)
 

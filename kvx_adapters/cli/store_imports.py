@@ -27,7 +27,7 @@ from kvx_core.stores.kinds import Spaces
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.names import is_key
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
-from kvx_core.stores.superseded import Superseded
+from kvx_core.stores.superseded import StaleEntries
 
 _FILES = 64  # that are written together
 _MOST_BYTES = 4 << 30  # of a snapshot, which is in memory when it is stored
@@ -71,7 +71,7 @@ class Import:
         self._commits = Commits(
             Entries(blobs, secrets, marks, index),
             spaces.kinds(self.record),
-            Superseded(blobs, marks, index),
+            StaleEntries(blobs, marks, index),
             chunk_tokens,
         )
 

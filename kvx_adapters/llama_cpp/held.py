@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvx_adapters.llama_cpp.memory import Memory
 from kvx_core import CacheView, InvalidArgumentError
-from kvx_core.argument_checks import many
+from kvx_core.argument_checks import plural
 
 _HEADER = 8  # bytes of a state: magic, sequence
 _OF_CELL = 12  # position, number of sequences, sequence
@@ -41,7 +41,7 @@ def positions_held(memory: Memory, view: CacheView, sequence: int) -> range:
     is_chunk = every != windows and window and count == (found.stop - 1) % window + 1
     if count != len(seen) and not is_chunk:
         raise InvalidArgumentError(
-            f"sequence {sequence} has {many(count, 'token')} at the positions {seen.start} to "
+            f"sequence {sequence} has {plural(count, 'token')} at the positions {seen.start} to "
             f"{seen.stop - 1}, expected one at each: some were removed (llama_memory_seq_rm), and "
             "K of those behind is rotated for where they stand. Close the gap with "
             "llama_memory_seq_add"

@@ -44,7 +44,7 @@ from kvx_core import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from kvx_core.argument_checks import flag, integer, many
+from kvx_core.argument_checks import flag, integer, plural
 
 _DATA, _FILE, _FILE_VERSION = 0xAF143CD8, 0x67677371, 3
 _MOST_STREAMS = 256  # LLAMA_MAX_SEQ
@@ -79,9 +79,9 @@ class StateCells:
         first, last = int(self.positions.min()), int(self.positions.max())
         if last - first >= len(self.positions):
             raise InvalidArgumentError(
-                f"the state holds {many(len(self.positions), 'token')} at the positions {first} to "
-                f"{last}, expected one at each: some were removed (llama_memory_seq_rm), and K of "
-                "those behind is rotated for where they stand. Close the gap with "
+                f"the state holds {plural(len(self.positions), 'token')} at the positions {first} "
+                f"to {last}, expected one at each: some were removed (llama_memory_seq_rm), and K "
+                "of those behind is rotated for where they stand. Close the gap with "
                 "llama_memory_seq_add before the state is taken"
             )
         order = np.argsort(self.positions, kind="stable")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvx_core import UnsupportedError
-from kvx_core.argument_checks import many
+from kvx_core.argument_checks import plural
 
 # Layers that keep no keys and values: a state, or nothing.
 # Source: transformers 5.19 cache_utils.py, DYNAMIC_LAYER_TYPE_MAPPING
@@ -131,7 +131,7 @@ def sizes_in_words(layers: Sequence[KvLayer]) -> str:
     """Such as: 5 layers with 4 KV heads of 256, 1 layer with 1 KV head of 512 and values of 64."""
     counts = Counter((layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers)
     return ", ".join(
-        f"{many(count, 'layer')} with {many(heads, 'KV head')} of {head_dim}"
+        f"{plural(count, 'layer')} with {plural(heads, 'KV head')} of {head_dim}"
         + (f" and values of {v_head_dim}" if v_head_dim != head_dim else "")
         for (heads, head_dim, v_head_dim), count in counts.items()
     )

@@ -48,7 +48,7 @@ from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save, Scope
-from kvx_core.connector.spread import Spread
+from kvx_core.connector.spread import SaveBudget
 from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.dry_run import never_found
 from kvx_core.stores.prefix import PrefixStore
@@ -134,7 +134,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             consumes=consumes,
             asynchronous=settings.async_load or shares or hybrid or bool(window),
             window=window,
-            spread=Spread(self._stores.chunk_tokens),
+            spread=SaveBudget(self._stores.chunk_tokens),
             others_fill=not is_alone(transfer),
             epochs=epochs,
         )

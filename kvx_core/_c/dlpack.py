@@ -10,7 +10,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.errors import IncompatibleError, InvalidArgumentError
 
 
@@ -84,7 +84,9 @@ def read_dlpack(name: str, capsule: object) -> DLPackTensor:
     elif _PyCapsule_IsValid(capsule, b"dltensor"):  # DLManagedTensor begins with its DLTensor
         tensor = DLTensor.from_address(_PyCapsule_GetPointer(capsule, b"dltensor"))
     else:
-        raise wrong(f"{name}.__dlpack__()", capsule, "a DLPack capsule that nobody has consumed")
+        raise bad_argument(
+            f"{name}.__dlpack__()", capsule, "a DLPack capsule that nobody has consumed"
+        )
     ndim, data = tensor.ndim, (tensor.data or 0) + tensor.byte_offset
     if not 0 <= ndim <= _MOST_DIMS:
         raise InvalidArgumentError(

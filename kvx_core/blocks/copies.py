@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c import abi, abi_blocks
-from kvx_core.argument_checks import integer, wrong
+from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.blocks.layouts import Tensors
 from kvx_core.desc.tensors import TensorLike, is_torch, row_major
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
@@ -37,7 +37,7 @@ def backend_number(backend: str | None) -> int:
     if backend is None:
         return 0
     if not isinstance(backend, str) or backend.lower() not in _BACKENDS:
-        raise wrong("backend", backend, f"one of {', '.join(_BACKENDS)}")
+        raise bad_argument("backend", backend, f"one of {', '.join(_BACKENDS)}")
     return _BACKENDS[backend.lower()]
 
 
@@ -116,7 +116,7 @@ def memcpy_batch(
     Mutates dsts. Raises InvalidArgumentError, UnsupportedError. Spec: E.15
     """
     if not isinstance(mode, str) or mode not in _MODES:
-        raise wrong("mode", mode, "'auto', 'async' or 'batch'")
+        raise bad_argument("mode", mode, "'auto', 'async' or 'batch'")
     if (found := _pairs(srcs, dsts)) is None:
         return
     first, second, num_bytes = found
@@ -191,7 +191,7 @@ def _pairs(srcs: Any, dsts: Any) -> tuple[Tensors, Tensors, int] | None:
     found = []
     for name, given in (("srcs", srcs), ("dsts", dsts)):
         if not isinstance(given, (list, tuple)):
-            raise wrong(name, given, "a list of tensors")
+            raise bad_argument(name, given, "a list of tensors")
     if len(srcs) != len(dsts):
         raise InvalidArgumentError(
             f"dsts has {len(dsts)} tensors, expected {len(srcs)} as srcs has (spec E.15)"

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c import bound
-from kvx_core.argument_checks import integer, wrong
+from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.pointers import PointedTo
@@ -278,7 +278,7 @@ def operational_tensors(
 ) -> Tensors:
     """The tensors of operational blocks, with the axes of a chunk in place of `inner`."""
     if not isinstance(shape, (list, tuple)):
-        raise wrong("shape", shape, "the three extents of a chunk")
+        raise bad_argument("shape", shape, "the three extents of a chunk")
     chunk = tuple(integer(f"shape[{i}]", extent) for i, extent in enumerate(shape))
     tensors = _list("operationals", operationals)
     found = Tensors.of(tensors, "operationals[{}]".format, 3, "(nl, no, inner)", dtype)
@@ -384,7 +384,7 @@ def _torch_addresses(tensors: list[Any], name_of: Callable[[int], str]) -> npt.N
                 return np.array(words[:, 0].view(np.uint64))
     for i, other in enumerate(tensors):
         if not is_torch(other):
-            raise wrong(name_of(i), other, f"a torch.Tensor as {name_of(0)} is")
+            raise bad_argument(name_of(i), other, f"a torch.Tensor as {name_of(0)} is")
         _require_same(name_of(i), "dtype", other.dtype, name_of(0), dtype)
         _require_same(name_of(i), "shape", other.shape, name_of(0), shape)
         _require_same(name_of(i), "stride", other.stride(), name_of(0), stride)
@@ -417,13 +417,13 @@ def _require_same(name: str, field: str, value: Any, first: str, expected: Any) 
 
 def _layout(layout: str) -> Layout:
     if not isinstance(layout, str) or layout not in _LAYOUTS:
-        raise wrong("layout", layout, "'NHD' or 'HND'")
+        raise bad_argument("layout", layout, "'NHD' or 'HND'")
     return _LAYOUTS[layout]
 
 
 def _list(name: str, given: Any) -> list[Any]:
     if not isinstance(given, (list, tuple)):
-        raise wrong(name, given, "a list of tensors")
+        raise bad_argument(name, given, "a list of tensors")
     if not given:
         raise InvalidArgumentError(f"{name} is empty, expected at least one tensor (spec E.15)")
     return list(given)
@@ -431,7 +431,9 @@ def _list(name: str, given: Any) -> list[Any]:
 
 def _counts(blocks_per_seq: Sequence[int], num_blocks: int) -> list[int]:
     if not isinstance(blocks_per_seq, (list, tuple)):
-        raise wrong("blocks_per_seq", blocks_per_seq, "a list of the blocks of each sequence")
+        raise bad_argument(
+            "blocks_per_seq", blocks_per_seq, "a list of the blocks of each sequence"
+        )
     counts = [integer(f"blocks_per_seq[{i}]", count) for i, count in enumerate(blocks_per_seq)]
     if sum(counts) != num_blocks or not counts:
         raise InvalidArgumentError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import RequestId
 from kvx_core.connector.threads import Workers
-from kvx_core.stores.index import Unknown
+from kvx_core.stores.index import NotCached
 from kvx_core.stores.match import Match
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.prefix import PrefixStore
@@ -183,7 +183,7 @@ class Lookups:
     ) -> Match | None:
         walk = store.walk(chain, num_tokens, at_least)
         begun = time.monotonic()
-        with suppress(Unknown):
+        with suppress(NotCached):
             walk.go_on(store.known, lambda: time.monotonic() - begun > _OWN_SECONDS)
         if not walk.is_over and self._workers.stuck_seconds() > self.seconds:
             return NOTHING  # the store does not answer
@@ -205,7 +205,7 @@ class Lookups:
         pace, walk = Pace(), lookup.walk
 
         def is_enough() -> bool:
-            pace.breathe()
+            pace.yield_gil()
             return lookup.is_forgotten
 
         with self._boundary.guard("found nothing for a prompt", count="lookup_failures") as guard:
@@ -233,4 +233,4 @@ class Lookups:
         with self._boundary.guard("did not compute the keys of a prompt"):
             for chunk in range(num_tokens // chain.chunk_tokens + 1):
                 chain.node(chunk)
-                pace.breathe()
+                pace.yield_gil()

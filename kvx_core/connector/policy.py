@@ -24,7 +24,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import FIRST, Epoch, Epochs
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, Save, Scope, ScopedStores
-from kvx_core.connector.spread import Spread
+from kvx_core.connector.spread import SaveBudget
 from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
 from kvx_core.stores.token_chain import TokenChain
@@ -90,7 +90,7 @@ class Policy:
     consumes: bool = True
     asynchronous: bool = False  # loads run beside other requests' steps
     window: int = 0  # the shortest sliding window of a group of layers; 0: there is none
-    spread: Spread | None = None  # None: a step saves all that it completes
+    spread: SaveBudget | None = None  # None: a step saves all that it completes
     others_fill: bool = False  # blocks may hold what another connector has loaded
     epochs: Epochs = field(default_factory=Epochs)
     _tracked: dict[RequestId, _Tracked] = field(default_factory=dict)

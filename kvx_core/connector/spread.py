@@ -1,4 +1,4 @@
-"""Spread: saves of an engine's steps, so that no step copies much more than it computes."""
+"""SaveBudget: saves of an engine's steps, so that no step copies much more than it computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class Spread:
+class SaveBudget:
     """A step saves one chunk, or as many tokens as it computes. What is left waits for later steps.
 
     So four sequences that complete a chunk in the same decode step cost four steps a copy each, not

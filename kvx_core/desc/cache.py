@@ -8,14 +8,14 @@ from typing import Any, Self
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import (
     address,
-    fix,
+    bad_argument,
+    coerce_fields,
     flag,
+    format_repr,
     instance,
     integer,
-    listed,
-    many,
+    plural,
     product,
-    wrong,
 )
 from kvx_core.desc import layouts
 from kvx_core.desc.overlap import share_an_element
@@ -46,7 +46,7 @@ class PoolDesc:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        fix(
+        coerce_fields(
             self,
             memory=Memory.called,
             bytes_per_block=integer,
@@ -62,7 +62,7 @@ class PoolDesc:
     def __repr__(self) -> str:
         second = "with a secondary pool" if self.secondary else None
         memory = None if self.memory is Memory.HOST else self.memory.name
-        return listed("PoolDesc", f"{self.bytes_per_block} bytes per block", second, memory)
+        return format_repr("PoolDesc", f"{self.bytes_per_block} bytes per block", second, memory)
 
     @classmethod
     def of(
@@ -132,7 +132,7 @@ class CacheDesc:
 
     def __post_init__(self) -> None:
         counts = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
-        fix(self, shared_kv=flag, **dict.fromkeys(counts, integer))
+        coerce_fields(self, shared_kv=flag, **dict.fromkeys(counts, integer))
         _tensor("k", self.k)
         if self.v is not None:
             _tensor("v", self.v, ", or None where there is no V")
@@ -157,14 +157,14 @@ class CacheDesc:
         object.__setattr__(self, "_c", struct)
 
     def __repr__(self) -> str:
-        return listed("CacheDesc", *self.words())
+        return format_repr("CacheDesc", *self.words())
 
     def words(self) -> tuple[str | None, ...]:
         """The parts of the repr: '8 blocks x 16 tokens x 2 heads x 64', 'float16', ..."""
         counts = (
-            many(self.num_blocks, "block"),
-            many(self.block_size, "token"),
-            many(self.num_kv_heads, "head"),
+            plural(self.num_blocks, "block"),
+            plural(self.block_size, "token"),
+            plural(self.num_kv_heads, "head"),
             self.head_dim,
         )
         memory = {tensor.memory for tensor in self.tensors.values()} - {Memory.HOST}
@@ -283,7 +283,7 @@ class CacheDesc:
 
 def _tensor(name: str, desc: Any, otherwise: str = "") -> None:
     if not isinstance(desc, TensorDesc):
-        raise wrong(name, desc, f"a TensorDesc: describe(tensor, layout){otherwise}")
+        raise bad_argument(name, desc, f"a TensorDesc: describe(tensor, layout){otherwise}")
 
 
 def _kind(tensor: TensorDesc) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
 
-from kvx_core.argument_checks import flag, instance, integer, one_of, wrong
+from kvx_core.argument_checks import bad_argument, flag, instance, integer, one_of
 from kvx_core.types import DType
 
 
@@ -59,7 +59,9 @@ class CacheFacts:
             if value is not None:
                 object.__setattr__(self, name, integer(f"facts.{name}", value, lowest=least))
         if (self.rotary_dim or 0) % 2:
-            raise wrong("facts.rotary_dim", self.rotary_dim, "an even number: dims turn in pairs")
+            raise bad_argument(
+                "facts.rotary_dim", self.rotary_dim, "an even number: dims turn in pairs"
+            )
 
     def like(self, other: CacheFacts) -> CacheFacts:
         """These facts, and of those that are unknown here what `other` says: for two caches that

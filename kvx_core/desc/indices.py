@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.desc.tensors import (
     Borrowed,
     Numbers,
@@ -74,11 +74,11 @@ def padded(name: str, rows: object) -> Numbers:
             int64_array(f"{name}[0]", rows[0])[None]
         )  # as a connector asks for in every step
     if isinstance(rows, (str, bytes)) or not isinstance(rows, Sequence):
-        raise wrong(name, rows, expected)
+        raise bad_argument(name, rows, expected)
     for i, row in enumerate(rows):
         is_row = isinstance(row, Sequence) or (is_tensor(row) and getattr(row, "ndim", 0) == 1)
         if not is_row or isinstance(row, (str, bytes)):
-            raise wrong(f"{name}[{i}]", row, f"a list of block ids: {expected}")
+            raise bad_argument(f"{name}[{i}]", row, f"a list of block ids: {expected}")
     width = max(1, 1, *map(len, rows))
     table = np.full((len(rows), width), -1, np.int64)
     for i, row in enumerate(rows):
@@ -86,7 +86,9 @@ def padded(name: str, rows: object) -> Numbers:
     return own(table)
 
 
-def are_right(dtype: object, memory: object, place: int, count: int, invalid: int = -1) -> bool:
+def has_index_types(
+    dtype: object, memory: object, place: int, count: int, invalid: int = -1
+) -> bool:
     """Whether fields have the types that `index_list` gives them: a quick check for every call."""
     kinds = type(dtype), type(memory), type(place), type(count), type(invalid)
     if kinds != (DType, Memory, int, int, int):
@@ -94,7 +96,7 @@ def are_right(dtype: object, memory: object, place: int, count: int, invalid: in
     return 0 <= place < 2**64 and 0 <= count < 2**32 and -(2**63) <= invalid < 2**63
 
 
-def are_counts(*numbers: object) -> bool:
+def are_uint32(*numbers: object) -> bool:
     """Whether these are ints of 32 bits without a sign."""
     return all(type(number) is int and 0 <= number < 2**32 for number in numbers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvx_core.argument_checks import integer, sizes, wrong
+from kvx_core.argument_checks import bad_argument, integer, sizes
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Axis, Layout
 
@@ -56,7 +56,7 @@ def named_axis(name: str, axis: Any) -> Axis:
 def named_axes(name: str, axes: Any) -> tuple[Axis, ...]:
     """What each axis of a tensor is. Raises InvalidArgumentError."""
     if not isinstance(axes, (list, tuple)):
-        raise wrong(
+        raise bad_argument(
             name, axes, "a list or tuple with the name of each axis: block, token, head, dim"
         )
     return tuple(named_axis(f"{name}[{i}]", axis) for i, axis in enumerate(axes))

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from kvx_core._c import abi
-from kvx_core.argument_checks import fix, flag, instance, integer
+from kvx_core.argument_checks import coerce_fields, flag, instance, integer
 from kvx_core.desc.layouts import named_axes, named_axis
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.scales import ScaleDesc
@@ -42,7 +42,7 @@ class Plane(Borrowed):
     zero: ScaleDesc | None = None  # zero points, where the dtype has them
 
     def __post_init__(self) -> None:
-        fix(
+        coerce_fields(
             self,
             role=_role,
             layer=integer,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c import abi
-from kvx_core.argument_checks import fix, wrong
+from kvx_core.argument_checks import bad_argument, coerce_fields
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields, read_array
 from kvx_core.formats import SCALES
 from kvx_core.types import DType, Memory, ScaleGranularity
@@ -34,7 +34,7 @@ class ScaleDesc(Borrowed):
 
     def __post_init__(self) -> None:
         if type(self.granularity) is not ScaleGranularity:
-            fix(self, granularity=ScaleGranularity.called)
+            coerce_fields(self, granularity=ScaleGranularity.called)
         Borrowed.__post_init__(self)
 
     def kind(self) -> str | None:
@@ -65,7 +65,7 @@ class ScaleDesc(Borrowed):
         if isinstance(scale, ScaleDesc):
             return scale
         if isinstance(scale, bool):
-            raise wrong(name, scale, "a number or a tensor")
+            raise bad_argument(name, scale, "a number or a tensor")
         if isinstance(scale, (int, float, np.number)):
             scale = np.array(scale, np.float32)
         fields = borrowed_fields(name, scale, SCALES)

@@ -14,10 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c import abi
-from kvx_core.argument_checks import address, fix, flag, int64, integer, listed, many
+from kvx_core.argument_checks import (
+    address,
+    coerce_fields,
+    flag,
+    format_repr,
+    int64,
+    integer,
+    plural,
+)
 from kvx_core.desc.indices import (
-    are_counts,
-    are_right,
+    are_uint32,
+    has_index_types,
     host_copy,
     index_dtype,
     index_list,
@@ -82,13 +90,13 @@ class BlockTable:
         counts = self.seq_count, self.max_blocks_per_seq, self.indptr_count, self.beam_width
         if (
             kinds == (BlockTableFormat, DType, int)
-            and are_right(self.index_dtype, self.memory, self.indices, self.indices_count)
-            and are_counts(*counts, self.flags)
+            and has_index_types(self.index_dtype, self.memory, self.indices, self.indices_count)
+            and are_uint32(*counts, self.flags)
             and 0 <= self.indptr < 2**64
         ):
             return
         names = ("seq_count", "max_blocks_per_seq", "indices_count", "indptr_count")
-        fix(
+        coerce_fields(
             self,
             format=BlockTableFormat.called,
             index_dtype=table_dtype,
@@ -100,14 +108,16 @@ class BlockTable:
         )
 
     def __repr__(self) -> str:
-        rows = many(self.seq_count, "sequence")
+        rows = plural(self.seq_count, "sequence")
         if self.beam_width > 1:
-            rows += f" x {many(self.beam_width, 'beam')}"
+            rows += f" x {plural(self.beam_width, 'beam')}"
         if self.format is BlockTableFormat.RAGGED:
-            rows += f", {many(self.indices_count, 'token')}"
+            rows += f", {plural(self.indices_count, 'token')}"
         else:
-            rows += f" x {many(self.max_blocks_per_seq, 'block')}"
-        return listed("BlockTable", rows, self.format.name, *_kind(self.index_dtype, self.memory))
+            rows += f" x {plural(self.max_blocks_per_seq, 'block')}"
+        return format_repr(
+            "BlockTable", rows, self.format.name, *_kind(self.index_dtype, self.memory)
+        )
 
     @classmethod
     def packed(cls, indices: TensorLike | Sequence[Sequence[int]]) -> Self:
@@ -363,9 +373,11 @@ class SlotMapping:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if are_right(self.dtype, self.memory, self.slots, self.token_count, self.invalid_slot):
+        if has_index_types(
+            self.dtype, self.memory, self.slots, self.token_count, self.invalid_slot
+        ):
             return
-        fix(
+        coerce_fields(
             self,
             dtype=index_dtype,
             token_count=integer,
@@ -376,8 +388,8 @@ class SlotMapping:
 
     def __repr__(self) -> str:
         skipped = None if self.invalid_slot == -1 else f"invalid_slot {self.invalid_slot}"
-        tokens = many(self.token_count, "token")
-        return listed("SlotMapping", tokens, *_kind(self.dtype, self.memory), skipped)
+        tokens = plural(self.token_count, "token")
+        return format_repr("SlotMapping", tokens, *_kind(self.dtype, self.memory), skipped)
 
     @classmethod
     def of(
@@ -442,13 +454,13 @@ class SeqLens:
     owner: object = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if are_right(self.dtype, self.memory, self.lengths, self.seq_count):
+        if has_index_types(self.dtype, self.memory, self.lengths, self.seq_count):
             return
-        fix(self, dtype=index_dtype, seq_count=integer, lengths=address, memory=_memory)
+        coerce_fields(self, dtype=index_dtype, seq_count=integer, lengths=address, memory=_memory)
 
     def __repr__(self) -> str:
-        sequences = many(self.seq_count, "sequence")
-        return listed("SeqLens", sequences, *_kind(self.dtype, self.memory))
+        sequences = plural(self.seq_count, "sequence")
+        return format_repr("SeqLens", sequences, *_kind(self.dtype, self.memory))
 
     @classmethod
     def of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvx_core._c import abi
-from kvx_core.argument_checks import fix
+from kvx_core.argument_checks import coerce_fields
 from kvx_core.desc.layouts import named_axes, order_of
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields
 from kvx_core.errors import InvalidArgumentError
@@ -30,7 +30,7 @@ class TensorDesc(Borrowed):
 
     def __post_init__(self) -> None:
         if type(self.layout) is not Layout:
-            fix(self, layout=Layout.called)
+            coerce_fields(self, layout=Layout.called)
         Borrowed.__post_init__(self)
 
     def kind(self) -> str | None:

@@ -19,13 +19,13 @@ from kvx_core._c import abi, dlpack
 from kvx_core.argument_checks import (
     address,
     are_sizes,
-    fix,
+    bad_argument,
+    coerce_fields,
     flag,
-    listed,
+    format_repr,
     product,
     same_length,
     sizes,
-    wrong,
 )
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.formats import INDICES, labels
@@ -61,7 +61,7 @@ class Borrowed:
         kinds = type(self.dtype), type(self.memory), type(self.data), type(self.writable)
         if kinds == _KINDS and 0 <= self.data < 2**64 and are_sizes(self.shape, self.stride):
             return  # the usual case of every call, checked quickly
-        fix(
+        coerce_fields(
             self,
             dtype=lambda name, given: DType.of(given, name, takes=self.takes),
             memory=Memory.called,
@@ -74,7 +74,7 @@ class Borrowed:
 
     def __repr__(self) -> str:
         is_usual = self.stride == row_major(self.shape)
-        return listed(
+        return format_repr(
             type(self).__name__,
             product(self.shape),
             dtype_name(self.dtype),
@@ -227,7 +227,7 @@ def borrowed_fields(
         return _borrow_numpy(name, tensor, takes)
     if hasattr(tensor, "__dlpack__") and not isinstance(tensor, type):
         return _borrow_dlpack(name, tensor, takes)
-    raise wrong(name, tensor, "a torch.Tensor, a numpy.ndarray or an object with __dlpack__")
+    raise bad_argument(name, tensor, "a torch.Tensor, a numpy.ndarray or an object with __dlpack__")
 
 
 class Numbers(np.ndarray[Any, Any]):
@@ -248,7 +248,7 @@ def borrow_ints(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
     if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Sequence):
         if is_tensor(numbers):
             return borrow(numbers, name=name, takes=INDICES)
-        raise wrong(name, numbers, "a tensor of int32 or int64, or a list of int")
+        raise bad_argument(name, numbers, "a tensor of int32 or int64, or a list of int")
     found = own(int64_array(name, numbers))
     return Borrowed(
         data=found.__array_interface__["data"][0],
@@ -268,7 +268,7 @@ def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
     unlisted = (bytes, bytearray, dict, set, frozenset)
     is_mask = str(getattr(numbers, "dtype", "")).endswith("bool")
     if isinstance(numbers, unlisted) or is_mask or not hasattr(numbers, "__iter__"):
-        raise wrong(name, numbers, "a list of integers of 64 bits")
+        raise bad_argument(name, numbers, "a list of integers of 64 bits")
     try:
         return np.array(array("q", numbers), np.int64)
     except (TypeError, OverflowError):
@@ -278,8 +278,8 @@ def int64_array(name: str, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
             try:
                 array("q", [number])
             except (TypeError, OverflowError):
-                raise wrong(f"{name}[{i}]", number, "an integer of 64 bits") from None
-    raise wrong(name, numbers, "a list of integers of 64 bits")
+                raise bad_argument(f"{name}[{i}]", number, "an integer of 64 bits") from None
+    raise bad_argument(name, numbers, "a list of integers of 64 bits")
 
 
 def is_tensor(value: object) -> TypeGuard[TensorLike]:

@@ -12,15 +12,15 @@ from weakref import ref
 
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import (
-    fix,
+    bad_argument,
+    coerce_fields,
     flag,
+    format_repr,
     instance,
     int64,
     integer,
     list_of,
-    listed,
-    many,
-    wrong,
+    plural,
 )
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts
@@ -81,11 +81,11 @@ class CacheView:
 
         set_("layers", list_of("layers", self.layers, CacheDesc, "CacheDesc, one per layer"))
         instance("facts", self.facts, CacheFacts, "a CacheFacts: what the bytes mean")
-        fix(self, null_block_id=int64, secondary_num_blocks=integer, dense=flag)
+        coerce_fields(self, null_block_id=int64, secondary_num_blocks=integer, dense=flag)
         for name in ("outdated", "holds"):
             asked = getattr(self, name)
             if asked is not None and not callable(asked):
-                raise wrong(name, asked, "a function or None")
+                raise bad_argument(name, asked, "a function or None")
         self._check_rotation()
         structs = [layer.to_c() for layer in self.layers]
         set_("_layers", abi.pointer_array(structs, abi.kvx_cache_desc_t))
@@ -111,7 +111,7 @@ class CacheView:
     def _check_rotation(self) -> None:
         widest = max((layer.head_dim for layer in self.layers), default=0)
         if widest and (self.facts.rotary_dim or 0) > widest:
-            raise wrong(
+            raise bad_argument(
                 "facts.rotary_dim",
                 self.facts.rotary_dim,
                 f"at most head_dim, which is {widest}: it counts the dims of a head that rotate",
@@ -123,10 +123,10 @@ class CacheView:
             first[0] = f"the first of {first[0]}"
         scales = [kind for kind in _BESIDE if getattr(self, kind) is not None]
         null = self.null_block_id
-        return listed(
+        return format_repr(
             "CacheView",
-            many(len(self.layers), "layer"),
-            many(len(self.planes), "plane") if self.planes else None,
+            plural(len(self.layers), "layer"),
+            plural(len(self.planes), "plane") if self.planes else None,
             *first,
             "dense" if self.dense else "paged",
             *scales,
@@ -234,7 +234,7 @@ class CacheView:
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:
         expected = "a list or tuple with a ScaleDesc or None per layer"
         if not isinstance(scales, (list, tuple)):
-            raise wrong(name, scales, expected)
+            raise bad_argument(name, scales, expected)
         object.__setattr__(self, name, tuple(scales))
         if len(scales) != len(self.layers):
             raise InvalidArgumentError(
@@ -351,19 +351,19 @@ class CacheSpan:
         for name, kind in _PLACES.items():
             found = getattr(self, name)
             if found is not None and not isinstance(found, kind):
-                raise wrong(name, found, f"a {kind.__name__} or None. Use CacheView.at")
+                raise bad_argument(name, found, f"a {kind.__name__} or None. Use CacheView.at")
         if self.block_table is None and self.slots is None and not view.dense:
             raise InvalidArgumentError(
                 "the view is paged and has neither block_table nor slots, expected one of them: "
                 "view.at(block_table=...) or view.at(slots=...). A cache whose block s is sequence "
                 "s is described with CacheView(dense=True)"
             )
-        fix(self, head_start=integer)
+        coerce_fields(self, head_start=integer)
 
     def __repr__(self) -> str:
         given = (f"{name}={getattr(self, name)}" for name in _PLACES if getattr(self, name))
         first = f"head_start={self.head_start}" if self.head_start else None
-        return listed("CacheSpan", repr(self.view), *given, first)
+        return format_repr("CacheSpan", repr(self.view), *given, first)
 
     @classmethod
     def of(cls, end: CacheSpan | CacheView, *, name: str = "end") -> CacheSpan:
@@ -375,7 +375,7 @@ class CacheSpan:
         if isinstance(end, CacheSpan):
             return end
         if not isinstance(end, CacheView):
-            raise wrong(name, end, "a CacheView.at(block_table=...) or a dense CacheView")
+            raise bad_argument(name, end, "a CacheView.at(block_table=...) or a dense CacheView")
         try:
             return end.at()
         except InvalidArgumentError as error:

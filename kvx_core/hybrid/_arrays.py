@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvx_core._c import abi, bound
-from kvx_core.argument_checks import integer, wrong
+from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.desc.tensors import is_torch, require_resolved, require_whole
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.ops.streams import current_stream
@@ -36,7 +36,7 @@ class Arrays:
 
     def __init__(self, name: str, tensor: Any) -> None:
         if not is_torch(tensor):
-            raise wrong(name, tensor, "a torch.Tensor")
+            raise bad_argument(name, tensor, "a torch.Tensor")
         self._name, self._first = name, tensor
         self._taken: dict[str, Any] = {}
         self.device = tensor.device
@@ -69,7 +69,7 @@ class Arrays:
         ):
             return tensor.data_ptr()
         if not is_torch(tensor):
-            raise wrong(name, tensor, "a torch.Tensor")
+            raise bad_argument(name, tensor, "a torch.Tensor")
         if dtype_name(tensor) not in dtypes:
             raise InvalidArgumentError(
                 f"{name}.dtype is {dtype_name(tensor)}, expected {' or '.join(dtypes)} (spec E.22)"
@@ -148,7 +148,7 @@ def extents(name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
     Raises InvalidArgumentError.
     """
     if not is_torch(tensor):
-        raise wrong(name, tensor, "a torch.Tensor")
+        raise bad_argument(name, tensor, "a torch.Tensor")
     if tensor.ndim != ndim:
         raise InvalidArgumentError(f"{name}.ndim is {tensor.ndim}, expected {ndim} (spec E.22)")
     shape = tuple(tensor.shape)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvx_core.argument_checks import integer, wrong
+from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.errors import InternalError, InvalidArgumentError
 from kvx_core.hybrid._arrays import integers
 
@@ -204,8 +204,10 @@ def _ids(block_ids: Tensor | Sequence[int]) -> NDArray[np.int32]:
     """Block ids in host memory, (count,) int32. Raises InvalidArgumentError."""
     if isinstance(block_ids, Tensor):
         if block_ids.dim() != 1 or block_ids.dtype not in (torch.int32, torch.int64):
-            raise wrong("block_ids", block_ids, "a tensor (count,) of int32 or int64, or a list")
+            raise bad_argument(
+                "block_ids", block_ids, "a tensor (count,) of int32 or int64, or a list"
+            )
         block_ids = block_ids.tolist()
     if not isinstance(block_ids, (list, tuple)):
-        raise wrong("block_ids", block_ids, "a tensor (count,) of int32 or int64, or a list")
+        raise bad_argument("block_ids", block_ids, "a tensor (count,) of int32 or int64, or a list")
     return integers("block_ids", block_ids, -(2**31), 2**31 - 1).astype(np.int32)

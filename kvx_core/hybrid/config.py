@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvx_core.argument_checks import fix, integer, wrong
+from kvx_core.argument_checks import bad_argument, coerce_fields, integer
 from kvx_core.errors import InvalidArgumentError
 
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -34,7 +34,7 @@ class DSV4Config:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            fix(self, **{name: lambda field, value: integer(field, value, 1, 2**20)})
+            coerce_fields(self, **{name: lambda field, value: integer(field, value, 1, 2**20)})
         dims(self)
         indexer_dim(self)
 
@@ -53,7 +53,7 @@ def field(config: Any, name: str) -> int:
     if value is None and name in _OF_HF:
         value = _OF_HF[name](config)
     if value is None:
-        raise wrong(
+        raise bad_argument(
             "config",
             config,
             f"a DSV4Config, or another object with {name}; a config.json is read by hf_config",

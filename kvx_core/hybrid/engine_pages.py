@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvx_core.argument_checks import fix, flag, instance, integer, one_of, wrong
+from kvx_core.argument_checks import bad_argument, coerce_fields, flag, instance, integer, one_of
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.scales import ScaleDesc
@@ -86,7 +86,7 @@ class RecordPages:
     tokens_per_entry: int  # 4, 128; 1: a window
 
     def __post_init__(self) -> None:
-        fix(self, layer=integer, entries=integer, tokens_per_entry=integer)
+        coerce_fields(self, layer=integer, entries=integer, tokens_per_entry=integer)
         _check_pages(self.pages, self.entries, RECORD_BYTES)
 
     @property
@@ -151,7 +151,7 @@ class IndexerPages:
     tokens_per_entry: int = 4  # 1: of DeepSeek-V3.2
 
     def __post_init__(self) -> None:
-        fix(self, layer=integer, entries=integer, tokens_per_entry=integer, hadamard=flag)
+        coerce_fields(self, layer=integer, entries=integer, tokens_per_entry=integer, hadamard=flag)
         one_of("encoding", self.encoding, *_INDEX_BYTES)
         _check_pages(self.pages, self.entries, sum(_INDEX_BYTES[self.encoding]))
 
@@ -203,7 +203,7 @@ def migrate_pages(
     """
     for name, end in (("src", src), ("dst", dst)):
         if not isinstance(end, (list, tuple)):
-            raise wrong(name, end, "a list or tuple of RecordPages and IndexerPages")
+            raise bad_argument(name, end, "a list or tuple of RecordPages and IndexerPages")
     if len(src) != len(dst):
         raise InvalidArgumentError(f"src has {len(src)} pages, expected {len(dst)}, as dst has")
     for i, (a, b) in enumerate(zip(src, dst, strict=True)):
@@ -403,7 +403,7 @@ def _slots(
     Raises InvalidArgumentError; OutOfRangeError for a block that is not there.
     """
     if not isinstance(blocks, (list, tuple)):
-        raise wrong(name, blocks, "a list of the sequence's block ids")
+        raise bad_argument(name, blocks, "a list of the sequence's block ids")
     if len(blocks) * per < count:
         raise InvalidArgumentError(
             f"{name} has {len(blocks)} blocks of {per} entries, expected room for {count}"

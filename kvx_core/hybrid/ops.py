@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvx_core._c import abi_hybrid
-from kvx_core.argument_checks import flag, instance, one_of, wrong
+from kvx_core.argument_checks import bad_argument, flag, instance, one_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._arrays import (
     CODES,
@@ -416,7 +416,7 @@ def _compress(
     """Fills in what both ways to compress share, and calls it."""
     rows, dim = out.shape
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or abs(eps) > _LARGEST_F32:
-        raise wrong("eps", eps, "a number that float32 holds")
+        raise bad_argument("eps", eps, "a number that float32 holds")
     desc.memory, desc.num_rows, desc.ratio, desc.head_dim = arrays.memory, rows, ratio, dim
     desc.eps, desc.state, desc.position_bytes = eps, dtype_of(state), 8
     desc.out = arrays.take("out", out, FLOATS, rows, dim)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvx_core.argument_checks import instance, wrong
+from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._arrays import integer_rows
 from kvx_core.hybrid.allocator import require_outside_capture
@@ -101,7 +101,7 @@ def prepare_forward(
     }
     for name, numbers in named.items():
         if not isinstance(numbers, (list, tuple)):
-            raise wrong(name, numbers, "a list or tuple of integers, one per request")
+            raise bad_argument(name, numbers, "a list or tuple of integers, one per request")
         if len(numbers) != len(request_slots):
             raise InvalidArgumentError(
                 f"{name} has {len(numbers)} numbers, expected {len(request_slots)}, one per request"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
-from kvx_core.argument_checks import fix, instance, integer, one_of, wrong
+from kvx_core.argument_checks import bad_argument, coerce_fields, instance, integer, one_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.config import DSV4Config, as_object, dims, field, indexer_dim
 
@@ -37,7 +37,7 @@ class LayerSpec:
     attn: AttentionType
 
     def __post_init__(self) -> None:
-        fix(self, layer_idx=integer)
+        coerce_fields(self, layer_idx=integer)
         instance("attn", self.attn, AttentionType, "an AttentionType: CSA, HCA or SWA")
 
 
@@ -163,7 +163,7 @@ def schedule_of(
     """
     num_layers = integer("num_layers", num_layers)
     if not isinstance(compress_ratios, (list, tuple)):
-        raise wrong(
+        raise bad_argument(
             "compress_ratios",
             compress_ratios,
             "a list or tuple of integers. A config that has none is read by hf_config",
@@ -185,7 +185,7 @@ def schedule_of(
     ratios = [integer(f"compress_ratios[{i}]", r) for i, r in enumerate(compress_ratios)]
     for i, ratio in enumerate(ratios[:num_layers]):
         if ratio not in types:
-            raise wrong(
+            raise bad_argument(
                 f"compress_ratios[{i}]", ratio, f"one of {', '.join(map(str, sorted(types)))}"
             )
     return [LayerSpec(i, types[ratio]) for i, ratio in enumerate(ratios[:num_layers])]
@@ -219,7 +219,7 @@ def hf_config(config: Any) -> tuple[DSV4Config, list[LayerSpec]]:
     if by_ratios is not None and names is None:
         return numbers, by_ratios
     if not isinstance(names, (list, tuple)) or len(names) < count:
-        raise wrong("layer_types", names, f"a list of at least {count} names, one per layer")
+        raise bad_argument("layer_types", names, f"a list of at least {count} names, one per layer")
     found = []
     for i, name in enumerate(names[:count]):
         found.append(
@@ -236,7 +236,7 @@ def hf_config(config: Any) -> tuple[DSV4Config, list[LayerSpec]]:
 def specs(name: str, schedule: Sequence[LayerSpec]) -> list[LayerSpec]:
     """`schedule` if it is one. Raises InvalidArgumentError."""
     if not isinstance(schedule, (list, tuple)):
-        raise wrong(name, schedule, "a list or tuple of LayerSpec, one per layer")
+        raise bad_argument(name, schedule, "a list or tuple of LayerSpec, one per layer")
     return [LayerSpec(*_spec(f"{name}[{i}]", spec)) for i, spec in enumerate(schedule)]
 
 
@@ -244,7 +244,7 @@ def _spec(name: str, spec: Any) -> tuple[int, AttentionType]:
     """The fields of a LayerSpec. Raises InvalidArgumentError."""
     layer_idx, attn = getattr(spec, "layer_idx", None), getattr(spec, "attn", None)
     if layer_idx is None or attn is None:
-        raise wrong(name, spec, "a LayerSpec, or another object with layer_idx and attn")
+        raise bad_argument(name, spec, "a LayerSpec, or another object with layer_idx and attn")
     if isinstance(attn, Enum) and attn.name in AttentionType.__members__:  # of another library
         attn = AttentionType[attn.name]
     checked = LayerSpec(layer_idx, attn)

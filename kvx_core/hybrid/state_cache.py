@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvx_core.argument_checks import instance, integer, one_of, wrong
+from kvx_core.argument_checks import bad_argument, instance, integer, one_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid.schema import LayerCacheSchema
 
@@ -81,7 +81,7 @@ class StateCache:
         self.schema = schema
         one_of("tail_row_width", tail_row_width, "wide", "single")
         if not any(tail_dtype is dtype for dtype in (torch.float32, torch.bfloat16)):
-            raise wrong(
+            raise bad_argument(
                 "tail_dtype",
                 str(tail_dtype),
                 "torch.float32 or torch.bfloat16: in float16 the "

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from kvx_core._c import abi, bound
-from kvx_core.argument_checks import instance, wrong
+from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.placing import where_read
@@ -32,7 +32,7 @@ _BEFORE_TORCH = "before torch"  # some call was bound before torch was imported,
 _Options = TypeVar("_Options", WriteOptions, GatherOptions)
 
 
-def kept_call(
+def cached_call(
     bind: Callable[[CacheDesc, _Options], bound.Call], cache: CacheDesc, options: _Options
 ) -> bound.Call:
     """The bound call of a cache and options. Without scales it is kept with the cache.
@@ -43,7 +43,7 @@ def kept_call(
         calls = cache.bound_calls
         call = calls.get(options.key)
     except AttributeError:
-        raise wrong("cache", cache, A_CACHE) from None
+        raise bad_argument("cache", cache, A_CACHE) from None
     if call is None:
         call = bind(cache, options)
         if options.key:
@@ -58,7 +58,7 @@ def kept_call(
 def bound_write(cache: CacheDesc, options: WriteOptions, stream: abi.Stream = None) -> bound.Call:
     """Binds write_kv to all but its tensors: (key, value, slots) -> 0, a status, or less than 0.
 
-    A caller passes a result other than 0 to `rest_of_write`.
+    A caller passes a result other than 0 to `run_described_write`.
     Raises InvalidArgumentError.
     """
     held = require_cache(cache, options)
@@ -98,7 +98,7 @@ def gather_like(cache: CacheDesc) -> abi.kvx_gather_desc_t:
     )
 
 
-def rest_of_write(
+def run_described_write(
     status: int,
     call: bound.Call,
     cache: CacheDesc,

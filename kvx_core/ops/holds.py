@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import many
+from kvx_core.argument_checks import plural
 from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan
@@ -47,7 +47,7 @@ def require_holds(name: str, span: CacheSpan, seq_lens: Any) -> None:
     row = int(rows[short[0]])
     last = int(reached[rows == row].max())
     raise OutOfRangeError(
-        f"{name} holds {many(int(held[row]), 'token')} of sequence {row} by its engine's own "
+        f"{name} holds {plural(int(held[row]), 'token')} of sequence {row} by its engine's own "
         f"count, expected at least {last}, as starts and seq_lens say. A token that was sampled "
         "last is not in a cache before the next forward pass; a destination is made to hold the "
         "tokens first (the adapter's reserve)"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from kvx_core._c import abi, bound
-from kvx_core.argument_checks import instance, wrong
+from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.placing import where_read
 from kvx_core.desc.scales import ScaleDesc
@@ -191,7 +191,7 @@ def _sequence(name: str, given: Any, of: str) -> tuple[Any, ...]:
     except (TypeError, ValueError):
         found = None
     if found is None:
-        raise wrong(name, given, f"a sequence of {of}")
+        raise bad_argument(name, given, f"a sequence of {of}")
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self, TypedDict
 
 from kvx_core._c import abi
-from kvx_core.argument_checks import fix, flag, int64, integer
+from kvx_core.argument_checks import coerce_fields, flag, int64, integer
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tensors import TensorLike
 from kvx_core.errors import InvalidArgumentError
@@ -93,7 +93,7 @@ class WriteOptions(_Options):
     key: str = field(init=False, compare=False)  # tells them apart; "" if there are scales
 
     def __post_init__(self) -> None:
-        fix(
+        coerce_fields(
             self,
             k_scale=_scale,
             v_scale=_scale,
@@ -122,7 +122,7 @@ class GatherOptions(_Options):
     key: str = field(init=False, compare=False)  # tells them apart; "" if there are scales
 
     def __post_init__(self) -> None:
-        fix(
+        coerce_fields(
             self,
             k_scale=_scale,
             v_scale=_scale,
@@ -159,7 +159,7 @@ class MoveOptions(_Options):
     key: str = field(init=False, compare=False)  # tells them apart
 
     def __post_init__(self) -> None:
-        fix(
+        coerce_fields(
             self,
             num_heads=_count_or_none,
             zero_fill=flag,

@@ -18,7 +18,7 @@ from kvx_core._c.abi_plan import (
     OF_ZEROS,
     UNKNOWN,
 )
-from kvx_core.argument_checks import many
+from kvx_core.argument_checks import plural
 from kvx_core.types import DType
 
 # dtype of a plan's ranges; src 0 stands for zeros.
@@ -84,12 +84,12 @@ class PlanInfo:
     seconds: float | None  # an estimate: bytes_written at that speed
 
     def __repr__(self) -> str:
-        where = many(self.num_launches, "launch").replace("launchs", "launches")
+        where = plural(self.num_launches, "launch").replace("launchs", "launches")
         parts = [
-            *[many(self.num_sequences, "sequence")] * bool(self.num_sequences),
+            *[plural(self.num_sequences, "sequence")] * bool(self.num_sequences),
             "tokens unknown to the host" if self.num_tokens is None else self._tokens(),
             "bytes unknown" if self.bytes_written is None else f"{self.bytes_written:,} bytes",
-            where if self.on_device else many(self.num_threads, "thread"),
+            where if self.on_device else plural(self.num_threads, "thread"),
             "exact" if self.exact else "not exact",
         ]
         if self.seconds is not None:
@@ -119,7 +119,7 @@ class PlanInfo:
     def _tokens(self) -> str:
         nulls = {"source": self.num_null_src, "destination": self.num_null_dst}
         without = [f"{count} without a {end}" for end, count in nulls.items() if count]
-        tokens = many(self.num_tokens or 0, "token")
+        tokens = plural(self.num_tokens or 0, "token")
         return f"{tokens} ({', '.join(without)})" if without else tokens
 
 

@@ -75,7 +75,7 @@ class End:
 
     def reader(self, layer: int, kv: str) -> Reader:
         """Of K or V, "k" or "v", of a layer of the span."""
-        return _HalfReader(self, layer, kv)
+        return KvReader(self, layer, kv)
 
     def plane_reader(self, plane: Plane) -> Reader:
         """Of a plane of the span."""
@@ -238,7 +238,7 @@ class Reader(ABC):
         """
 
 
-class _HalfReader(Reader):
+class KvReader(Reader):
     """K or V of a layer."""
 
     def __init__(self, end: End, layer: int, kv: str) -> None:

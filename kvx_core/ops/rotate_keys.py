@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import flag, wrong
+from kvx_core.argument_checks import bad_argument, flag
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.find_tokens import find_tokens
@@ -55,7 +55,9 @@ def rotate_keys(
     try:
         angles = np.asarray(inv_freq, np.float64)
     except (TypeError, ValueError):
-        raise wrong("inv_freq", inv_freq, "numbers, one for each pair of rotary_dim") from None
+        raise bad_argument(
+            "inv_freq", inv_freq, "numbers, one for each pair of rotary_dim"
+        ) from None
     _check(span, angles, lossy=flag("lossy", lossy))
     table = span.block_table
     rows = len(lengths) if table is None else table.num_rows

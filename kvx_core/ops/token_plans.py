@@ -25,7 +25,7 @@ from kvx_core.ops.calls import (
     gather_sizes,
     require_cache,
     rest_of_gather,
-    rest_of_write,
+    run_described_write,
     token_desc,
     write_like,
 )
@@ -99,7 +99,7 @@ class WritePlan(_TokenPlan):
         self._stream = call_stream(stream, cache.k.owner, key.owner)
         self._call = bound_write(cache, self._options, self._stream)
         self._like, self._handle = (key, value), None
-        rest_of_write(
+        run_described_write(
             _ALL_LEFT, self._call, cache, self._options, self._stream, key, value, slots=()
         )
 
@@ -107,7 +107,7 @@ class WritePlan(_TokenPlan):
         """write_kv(cache, key, value, slots). Raises as write_kv."""
         status = self._call(key, value, slots)
         if status:
-            rest_of_write(
+            run_described_write(
                 status, self._call, self._cache, self._options, self._stream, key, value, slots
             )
 

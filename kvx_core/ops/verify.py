@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import integer, wrong
+from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.desc.facts import compare
 from kvx_core.desc.planes import Plane, role_name
 from kvx_core.desc.tables import SeqLens
@@ -102,7 +102,9 @@ def verify(
     is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     is_word = isinstance(tolerance, str) and tolerance in ("exact", "codec")
     if not (is_number and 0 <= float(tolerance) < np.inf) and not is_word:
-        raise wrong("tolerance", tolerance, "'exact', 'codec' or a finite number of at least 0")
+        raise bad_argument(
+            "tolerance", tolerance, "'exact', 'codec' or a finite number of at least 0"
+        )
     src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
     lens = SeqLens.of(seq_lens)
     if num_heads is not None:

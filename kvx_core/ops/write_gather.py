@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, Unpack, overload
 
 from kvx_core._c import abi, bound
-from kvx_core.argument_checks import instance, integer, wrong
+from kvx_core.argument_checks import bad_argument, instance, integer
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
@@ -22,9 +22,9 @@ from kvx_core.ops.calls import (
     A_CACHE,
     bound_gather,
     bound_write,
-    kept_call,
+    cached_call,
     rest_of_gather,
-    rest_of_write,
+    run_described_write,
 )
 from kvx_core.ops.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
 from kvx_core.ops.streams import current_stream_here, stream_number
@@ -65,13 +65,13 @@ def write_kv(
     Spec: 6.9, 7
     """
     chosen = WriteOptions.of(options) if options else _USUAL_WRITE
-    call = kept_call(bound_write, cache, chosen)
+    call = cached_call(bound_write, cache, chosen)
     if stream is None:
         status = call(key, value, slots)
     else:
         status = call(key, value, slots, stream_number(stream))
     if status:
-        rest_of_write(status, call, cache, chosen, stream, key, value, slots)
+        run_described_write(status, call, cache, chosen, stream, key, value, slots)
 
 
 @overload
@@ -141,7 +141,9 @@ def gather_kv(
     try:
         key, value = out
     except (TypeError, ValueError):
-        raise wrong("out", out, "(key, value) or, where there is no V, (key, None)") from None
+        raise bad_argument(
+            "out", out, "(key, value) or, where there is no V, (key, None)"
+        ) from None
     if dtype is not None:
         raise InvalidArgumentError(
             f"dtype is {dtype!r}, expected None with out, whose tensors have dtypes of their own"
@@ -160,7 +162,7 @@ def _gather(
     stream: int | None,
     options: GatherOptions,
 ) -> None:
-    call = kept_call(bound_gather, cache, options)
+    call = cached_call(bound_gather, cache, options)
     if stream is not None:
         stream = stream_number(stream)
     if max_seq_len is not None:

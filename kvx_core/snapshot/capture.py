@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.desc.facts import compare
 from kvx_core.desc.tables import BlockTable, SeqLens
 from kvx_core.desc.tensors import int64_array, is_torch
@@ -49,7 +49,7 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
             )
         if tokens.dtype.kind == "u" and tokens.size and tokens.max() >= 2**63:
             at = int(tokens.argmax())
-            raise wrong(f"tokens[{at}]", int(tokens[at]), "an integer of 64 bits")
+            raise bad_argument(f"tokens[{at}]", int(tokens[at]), "an integer of 64 bits")
         return tokens.astype("<i8", copy=False)
     return int64_array("tokens", tokens)
 

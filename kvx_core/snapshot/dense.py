@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.planes import Plane
@@ -67,7 +67,7 @@ class Dense:
         Units of several numbers are bytes, along the last axis.
         """
         if name not in self.tensors:
-            raise wrong("name", name, f"a tensor of the snapshot: {', '.join(self.tensors)}")
+            raise bad_argument("name", name, f"a tensor of the snapshot: {', '.join(self.tensors)}")
         tensor = self.tensors[name]
         if tensor.dtype.numbers > 1:
             return self.bytes_of(name).reshape(*tensor.shape[:-1], -1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Self
 
-from kvx_core.argument_checks import flag, list_of, text, wrong
+from kvx_core.argument_checks import bad_argument, flag, list_of, text
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
 
@@ -148,7 +148,7 @@ def all_or_each(name: str, value: Any) -> Precisions:
         return value
     found = list_of(name, value, Precision, "a Precision for each layer of the model")
     if not found:
-        raise wrong(name, value, "a Precision, or one for each layer of the model")
+        raise bad_argument(name, value, "a Precision, or one for each layer of the model")
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from kvx_core._c.os_files import close
-from kvx_core.argument_checks import instance, wrong
+from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 
 RANDOM_BYTES = 32  # of a file, which its own key is made of
@@ -280,7 +280,9 @@ def _each(name: str, keys: bytes | Sequence[bytes] | None) -> Sequence[bytes]:
     if isinstance(keys, bytes):
         keys = (keys,)
     elif not isinstance(keys, (list, tuple)) or not keys:
-        raise wrong(name, keys, "32 bytes or more, or a list of such, the one that writes first")
+        raise bad_argument(
+            name, keys, "32 bytes or more, or a list of such, the one that writes first"
+        )
     for i, secret in enumerate(keys):
         check_secret(name if len(keys) == 1 else f"{name}[{i}]", secret)
     return keys

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c import abi
-from kvx_core.argument_checks import fix, int64s, integer, is_a, or_none, text
+from kvx_core.argument_checks import coerce_fields, int64s, integer, is_a, or_none, text
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.desc.planes import Plane
@@ -49,8 +49,10 @@ class Section:
     state_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        fix(self, layers=_in_order, view=is_a(CacheView), block_table=or_none(is_a(BlockTable)))
-        fix(self, encoding=text, state_tokens=or_none(integer))
+        coerce_fields(
+            self, layers=_in_order, view=is_a(CacheView), block_table=or_none(is_a(BlockTable))
+        )
+        coerce_fields(self, encoding=text, state_tokens=or_none(integer))
         view = self.view
         if len(set(self.layers)) != len(self.layers) or (
             view.layers and len(self.layers) != len(view.layers)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core._c.os_files import OpenFile, close, read_at, write_all
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.chunk_file import (
     MAX_POSITION,
@@ -56,7 +56,7 @@ def write_snapshot(target: Path | BinaryIO, snapshot: Snapshot, secrets: Secrets
     target: a path, overwritten if it is there, or a new file that is open for writing
     """
     if not isinstance(target, Path) and not hasattr(target, "write"):
-        raise wrong("target", target, "a pathlib.Path, or a file open for writing")
+        raise bad_argument("target", target, "a pathlib.Path, or a file open for writing")
     try:
         parts = _parts(snapshot, secrets)
         if isinstance(target, Path):
@@ -100,7 +100,7 @@ def open_snapshot(
     Arguments and errors are those of Snapshot.open. A file that was opened by path is an OpenFile.
     """
     if not isinstance(source, Path) and not hasattr(source, "fileno"):
-        raise wrong("source", source, "a pathlib.Path, or a file open for reading")
+        raise bad_argument("source", source, "a pathlib.Path, or a file open for reading")
     file: BinaryIO | OpenFile
     if isinstance(source, Path):
         name = str(source)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from kvx_core.argument_checks import many
+from kvx_core.argument_checks import plural
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import GROUP
@@ -172,7 +172,7 @@ class StorageFormat:
             if head_dim % dtype.numbers and num_heads * head_dim % dtype.numbers:
                 raise InvalidArgumentError(
                     f"format is {self.name!r} and {name} has head_dim {head_dim}, in "
-                    f"{many(num_heads, 'head')} {num_heads * head_dim} numbers, expected one of "
+                    f"{plural(num_heads, 'head')} {num_heads * head_dim} numbers, expected one of "
                     f"them to be a multiple of {dtype.numbers}, the numbers of a unit (spec E.10). "
                     "Choose a format with smaller units, or none"
                 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvx_core.argument_checks import (
     Check,
+    bad_argument,
     each_is_a,
     flag,
     instance,
@@ -17,7 +18,6 @@ from kvx_core.argument_checks import (
     items,
     one_of,
     or_none,
-    wrong,
 )
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.model.record import ModelRecord
@@ -48,7 +48,7 @@ def accept(name: str, value: Any) -> str:
 def node(name: str, value: Any) -> str:
     """The key of all tokens before a chunk. Raises InvalidArgumentError."""
     if not is_key(instance(name, value, str, "one of nodes(tokens)")):
-        raise wrong(name, value, "one of nodes(tokens)")
+        raise bad_argument(name, value, "one of nodes(tokens)")
     return str(value)
 
 
@@ -98,7 +98,9 @@ def of_layers(name: str, value: Any, num_layers: int) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)):
         found = int64s(name, value)
         if len(found) != num_layers or min(found) < 0 or not any(found):
-            raise wrong(name, value, f"a number of heads for each of the {num_layers} layers")
+            raise bad_argument(
+                name, value, f"a number of heads for each of the {num_layers} layers"
+            )
         return tuple(found)
     return (integer(name, value, 1),) * num_layers
 

@@ -232,7 +232,7 @@ class Directory(BlobStore):
                     words = (entry.name for entry in entries if is_word(entry.name))
                     for word in islice(words, _MAX_NAMES):
                         found.append(word)
-                        pace.breathe()
+                        pace.yield_gil()
             finally:
                 close(handle)
         return found

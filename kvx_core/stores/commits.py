@@ -16,7 +16,7 @@ from kvx_core.stores.entries import Entries
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.marks import Mark
 from kvx_core.stores.names import entry_name, key_of
-from kvx_core.stores.superseded import Superseded
+from kvx_core.stores.superseded import StaleEntries
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Commits:
 
     entries: Entries
     kinds: Kinds
-    superseded: Superseded
+    superseded: StaleEntries
     chunk_tokens: int
 
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:

@@ -14,7 +14,7 @@ from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.index import Index, NotCached
 from kvx_core.stores.marks import Mark, Marks
 from kvx_core.stores.names import EntryName, Ids, entry_name
 
@@ -119,7 +119,7 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class CachedEntries:
     """Files as memory has them: touches no disk. Every method may raise Unknown."""
 
     index: Index
@@ -130,7 +130,7 @@ class Known:
         if not self.index.is_there(name):
             return False
         if not self.index.is_good(name):
-            raise Unknown
+            raise NotCached
         return True
 
     def marked(
@@ -139,7 +139,7 @@ class Known:
         return self.marks.known.candidates(space, parent, ids, chunk_tokens)
 
 
-class Carried:
+class LoadedPrecision:
     """The coarsest precision that this process has loaded: all that it saves later counts as such.
 
     Loaded prefixes stay in the engine's own cache, and later tokens are computed from them; no

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.covers import Cover
-from kvx_core.stores.entries import Entries, Known
-from kvx_core.stores.index import Unknown
+from kvx_core.stores.entries import CachedEntries, Entries
+from kvx_core.stores.index import NotCached
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.names import RUNGS, Ids, entry_name, key_of
 from kvx_core.stores.windows import ALL
@@ -34,7 +34,7 @@ class Finder:
     entries: on the disk, or those that memory knows; with these every method may raise Unknown
     """
 
-    entries: Entries | Known
+    entries: Entries | CachedEntries
     kinds: Kinds
     chunk_tokens: int
 
@@ -102,9 +102,9 @@ class Finder:
         """
         if self.kinds.all != seen:
             return True
-        if isinstance(self.entries, Known):
+        if isinstance(self.entries, CachedEntries):
             if not self.kinds.listed_within(self.entries.index.fresh_seconds):
-                raise Unknown
+                raise NotCached
             return False
         if self.kinds.all and self.kinds.listed_within(self.entries.index.fresh_seconds):
             return False

@@ -14,7 +14,7 @@ _MAX_NAMES = 1 << 18  # of each sort that is remembered: at most 100 MB
 _MAX_FAILURES = 16  # that are remembered
 
 
-class Unknown(Exception):
+class NotCached(Exception):
     """Memory does not have the answer, or had it too long ago. Never leaves kvx_core."""
 
 
@@ -151,7 +151,7 @@ class Index:
             missed = self._absent.get(name)
             if missed is not None and self._is_fresh(missed):
                 return False
-        raise Unknown
+        raise NotCached
 
     def has(self, name: str) -> bool:
         """Whether a file counts as stored: `is_held`, or there not long ago."""

@@ -27,7 +27,7 @@ from kvx_core.snapshot.chunk_file import Wanted
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.threaded import Job
-from kvx_core.stores.entries import Carried, Entries
+from kvx_core.stores.entries import Entries, LoadedPrecision
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.match import StoredSpan
 from kvx_core.stores.names import EntryName, parse_entry
@@ -72,7 +72,7 @@ class Loads:
     entries: Entries
     kinds: Kinds
     chunk_tokens: int
-    carried: Carried
+    carried: LoadedPrecision
     format: StorageFormat
     rooms: Rooms
 

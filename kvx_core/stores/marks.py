@@ -23,7 +23,7 @@ from xxhash import xxh3_128_digest
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.secrets import RANDOM_BYTES, TAG_BYTES, Secrets
 from kvx_core.stores.blob_store import BlobStore
-from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.index import Index, NotCached
 from kvx_core.stores.names import (
     Ids,
     entry_name,
@@ -223,7 +223,7 @@ class KnownMarks:
         """The mark at a rung; None: there is none. Raises Unknown."""
         found = self._seen.get((space, rung))
         if found is None or self._clock() - found[0] >= self._fresh_seconds():
-            raise Unknown
+            raise NotCached
         return found[1]
 
     def candidates(
@@ -278,7 +278,7 @@ class Marks:
         """
         try:
             mark = self.known.known(space, rung)
-        except Unknown:
+        except NotCached:
             mark = None
         if mark is not None:  # a new one may have come where there was none
             return mark
@@ -347,7 +347,7 @@ class Marks:
         """
         try:
             return self._taken.known(space, rung)
-        except Unknown:
+        except NotCached:
             mark = self._read(space, rung, chunk_tokens, length, is_writer=True)
         if mark is None or mark is _FOREIGN:
             return mark

@@ -11,7 +11,7 @@ from kvx_core.snapshot import Precision, Precisions, Section, StorageFormat
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture_all
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.stores.entries import Carried
+from kvx_core.stores.entries import LoadedPrecision
 from kvx_core.stores.loads import says_precision
 
 _MOST = 64  # that are remembered
@@ -30,7 +30,7 @@ class OwnKinds:
         format: StorageFormat,
         secrets: Secrets,
         own: Sequence[Precision],
-        carried: Carried,
+        carried: LoadedPrecision,
     ) -> None:
         """own: the precision of each layer of the cache"""
         self._format, self._secrets = format, secrets

@@ -28,7 +28,7 @@ class Pace:
         """
         return cls(1e-4, 4e-4)
 
-    def breathe(self) -> None:
+    def yield_gil(self) -> None:
         """Pauses if it is time to."""
         if time.perf_counter() - self._last >= self._seconds:
             self.rest()

@@ -39,7 +39,7 @@ from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.commits import Commits, name_in
 from kvx_core.stores.config import stored_config
 from kvx_core.stores.covers import Heads
-from kvx_core.stores.entries import Carried, Entries, Known
+from kvx_core.stores.entries import CachedEntries, Entries, LoadedPrecision
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index
 from kvx_core.stores.kinds import Kinds, Spaces
@@ -53,7 +53,7 @@ from kvx_core.stores.names import Ids, entry_name, key_of
 from kvx_core.stores.own_kinds import OwnKinds
 from kvx_core.stores.rooms import Rooms
 from kvx_core.stores.space import SpaceRecord, salt_digest
-from kvx_core.stores.superseded import Superseded
+from kvx_core.stores.superseded import StaleEntries
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
@@ -130,7 +130,7 @@ class PrefixStore:
         self.format = StorageFormat.of(format)
         is_lossy = any(map(self.format.is_lossy_for, demand))
         own = tuple(each.meet(self.format.precision) for each in demand)
-        self._carried = Carried()
+        self._carried = LoadedPrecision()
         self._planes = ModelPlanes.of(planes)
         self._record = SpaceRecord(
             fingerprint,
@@ -147,7 +147,7 @@ class PrefixStore:
         spaces, index = self._spaces, Index()
         marks = Marks(blobs, self._secrets, index, spaces.ids, states=spaces.states)
         self._entries = Entries(blobs, self._secrets, marks, index)
-        self._superseded = Superseded(blobs, marks, index)
+        self._superseded = StaleEntries(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
         self._own_kinds = OwnKinds(self.format, self._secrets, own, self._carried)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
@@ -243,7 +243,7 @@ class PrefixStore:
     @property
     def known(self) -> Finder:
         """Finds files in memory, without the disk; raises index.Unknown."""
-        known = Known(self.index, self._entries.marks)
+        known = CachedEntries(self.index, self._entries.marks)
         return Finder(known, self._kinds, self.chunk_tokens)
 
     @takes(tokens=items)

@@ -32,7 +32,7 @@ class _Useless(NamedTuple):
     chunk_tokens: int
 
 
-class Superseded:
+class StaleEntries:
     """The useless entries that writers of this process have found. Threads may share it."""
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from kvx_core.argument_checks import int64s, wrong
+from kvx_core.argument_checks import bad_argument, int64s
 
 ALL = 1 << 62  # more than a prompt has
 
@@ -32,7 +32,7 @@ class Windows:
         """
         found = (0,) * num_layers if windows is None else tuple(int64s("windows", windows))
         if len(found) != num_layers or min(found) < 0:
-            raise wrong(
+            raise bad_argument(
                 "windows",
                 windows,
                 f"for each of the {num_layers} layers how many tokens before the end of a prefix "

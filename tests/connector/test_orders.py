@@ -14,7 +14,7 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Scope
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
-from kvx_core.connector.spread import Spread
+from kvx_core.connector.spread import SaveBudget
 from kvx_core.snapshot import Precision
 from tests.connector.random_cache import CHUNK, CONVERSATIONS, Stored
 from tests.connector.random_engine import RandomEngine
@@ -63,11 +63,11 @@ def engine(seed: int, options: dict[str, Any]) -> RandomEngine:
         {"asynchronous": False},
         {"others_fill": True, "min_tokens": 1},
         {"others_fill": True, "asynchronous": False},
-        {"spread": Spread(CHUNK)},
+        {"spread": SaveBudget(CHUNK)},
         {"window": 10},
         {"window": 6, "others_fill": True},
         {"save_generated": False, "asynchronous": False},
-        {"ahead": True, "spread": Spread(CHUNK), "drafts": True},
+        {"ahead": True, "spread": SaveBudget(CHUNK), "drafts": True},
         {"drafts": True, "asynchronous": False},
         {"consumes": False, "ahead": True},
         {"produces": False},

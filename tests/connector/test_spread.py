@@ -12,7 +12,7 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
-from kvx_core.connector.spread import Spread
+from kvx_core.connector.spread import SaveBudget
 from tests.connector.test_lookups import Frozen
 from tests.connector.test_toy_engine import Serve, alone, prompt, serve, store_in, written
 from tests.connector.toy_engine import Request
@@ -35,7 +35,7 @@ class Planned:
             CHUNK,
             asynchronous=True,
             window=window,
-            spread=Spread(CHUNK),
+            spread=SaveBudget(CHUNK),
         )
         self.requests: dict[str, Request] = {}
         self.saves: dict[str, list[Save]] = {}
@@ -194,7 +194,7 @@ def test_an_engine_that_saves_over_steps_stores_all(serve: Serve) -> None:
 
 def test_steps_that_have_saved_nothing_do_not_add_up() -> None:
     """Less than a chunk is left of what they computed, not the work of many saves at once."""
-    spread = Spread(CHUNK)
+    spread = SaveBudget(CHUNK)
     for _ in range(3):
         spread.computes(100)  # of prompts that may not be saved
         assert spread.next_step() == []

@@ -16,7 +16,7 @@ from kvx_core.connector.plan import BlockIds, Plan
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Scoped, StoreSettings
-from kvx_core.connector.spread import Spread
+from kvx_core.connector.spread import SaveBudget
 from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Precision, Section
 from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
@@ -45,7 +45,7 @@ class ToyConnector:
             self.store.chunk_tokens,
             min_tokens=settings.min_tokens,
             asynchronous=True,
-            spread=Spread(self.store.chunk_tokens),
+            spread=SaveBudget(self.store.chunk_tokens),
             epochs=Epochs(self.weights),
         )
         self.saver = Saver(

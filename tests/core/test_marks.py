@@ -20,10 +20,10 @@ from kvx_core import Directory
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore, Write
-from kvx_core.stores.index import Index, Unknown
+from kvx_core.stores.index import Index, NotCached
 from kvx_core.stores.marks import KnownMarks, Mark, Marks, mark_bytes, most_bytes, parse_mark
 from kvx_core.stores.names import Ids, entry_name, key_of, mark_name, rung_of, rungs
-from kvx_core.stores.superseded import Superseded
+from kvx_core.stores.superseded import StaleEntries
 from tests.prompts import CHUNK, SHAPES, Best, Draw, Prompts, small_edits
 from tests.stores_memory import InMemory
 
@@ -87,7 +87,7 @@ class Node:
         self.clock, self.index = Clock(), Index()
         secrets = Secrets() if secrets is None else secrets
         self.marks = Marks(self.blobs, secrets, self.index, self.kinds, self.clock)
-        self.superseded = Superseded(self.blobs, self.marks, self.index, 30.0, self.clock)
+        self.superseded = StaleEntries(self.blobs, self.marks, self.index, 30.0, self.clock)
 
     def kinds(self, space: str, *, lists: bool = False) -> list[str]:
         assert space == SPACE
@@ -572,14 +572,14 @@ def test_memory_answers_for_a_while() -> None:
     def remembered(ids: Ids) -> list[int]:
         return [shared for shared, _ in known.candidates(SPACE, SPACE, ids, CHUNK)]
 
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         remembered(prompt(range(30)))
     assert node.found(prompt(range(30)))[0][0] == 30
     assert remembered(prompt(range(30))) == [30]
     node.later(0.3)
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         remembered(prompt(range(30)))
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         known.candidates("ab" * 32, SPACE, prompt(range(30)), CHUNK)
 
 
@@ -605,14 +605,14 @@ def test_memory_is_bounded() -> None:
         known.saw(SPACE, f"{i}", Mark(SPACE, np.arange(CHUNK)))
     assert known._num_held <= 1 << 21
     assert known._num_held == sum(64 + CHUNK for _ in known._seen)
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         known.known(SPACE, "0")
     assert known.known(SPACE, "19999") is not None
     for i in range(40_000):
         known.saw(SPACE, f"none {i}", None)
     assert known._num_held <= 1 << 21
     known.forget(SPACE, "none 39999")
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         known.known(SPACE, "none 39999")
 
 

@@ -38,7 +38,7 @@ def test_work_takes_its_share_of_the_time(clock: Clock, is_gentle: bool, share: 
     pieces, seconds = 10_000, 1e-5
     for _ in range(pieces):
         clock.now += seconds
-        own.breathe()
+        own.yield_gil()
     assert pieces * seconds / clock.now == pytest.approx(share, rel=0.1)
 
 
@@ -48,8 +48,8 @@ def test_a_rest_begins_a_new_period(clock: Clock) -> None:
     own.rest()
     assert clock.slept == pace.REST_SECONDS
     clock.now += 0.9 * pace.PERIOD_SECONDS
-    own.breathe()
+    own.yield_gil()
     assert clock.slept == pace.REST_SECONDS
     clock.now += 0.2 * pace.PERIOD_SECONDS
-    own.breathe()
+    own.yield_gil()
     assert clock.slept == pytest.approx(2 * pace.REST_SECONDS)

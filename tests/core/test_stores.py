@@ -40,7 +40,7 @@ from kvx_core import (
     StoreError,
 )
 from kvx_core.snapshot import CorruptError, Precision
-from kvx_core.stores.index import Unknown
+from kvx_core.stores.index import NotCached
 from kvx_core.stores.names import RUNGS, parse_entry
 from kvx_core.types import Layout
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
@@ -354,7 +354,7 @@ def test_two_threads_that_see_a_store_for_the_first_time(when: str) -> None:
     store, done = store_in(blobs), []
 
     def from_memory() -> None:
-        with pytest.raises(Unknown):  # else nothing would be there
+        with pytest.raises(NotCached):  # else nothing would be there
             store.walk(store.chain_of(range(20)), 20).go_on(store.known)
         done.append(when)
 

@@ -34,7 +34,7 @@ from kvx_core import (
 )
 from kvx_core.snapshot import CorruptError, Precision
 from kvx_core.snapshot.kind import Kind
-from kvx_core.stores.index import Unknown
+from kvx_core.stores.index import NotCached
 from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
 from kvx_core.stores.names import RUNGS, kind_name
@@ -285,7 +285,7 @@ def test_memory_answers_as_the_disk(seed: int) -> None:
     save_state(writer, prompt[: choose.choice([16, 22, 32])])
     store = store_of(blobs)
     walk = store.walk(chain := store.chain_of(prompt), len(prompt))
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         walk.go_on(store.known)
     walk.go_on(store.finder)
     store.index.fresh_seconds = 3600.0

@@ -12,7 +12,7 @@ import pytest
 
 from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section, StoreError
 from kvx_core.snapshot import Precision
-from kvx_core.stores.index import Unknown
+from kvx_core.stores.index import NotCached
 from tests.core.test_snapshot_layers import BF16, STOP, Model, Rank
 from tests.stores_memory import InMemory
 
@@ -169,7 +169,7 @@ def test_memory_answers_as_the_disk(seed: int) -> None:
         blobs.delete(name)
     store = store_of(blobs, WINDOWS)
     walk = store.walk(chain := store.chain_of(TOKENS), STOP)
-    with pytest.raises(Unknown):
+    with pytest.raises(NotCached):
         walk.go_on(store.known)
     match = store.lookup(TOKENS)
     store.index.fresh_seconds = 3600.0

@@ -11,7 +11,7 @@ import torch
 
 from kvx_core import Directory, PrefixStore
 from kvx_core.snapshot import Precision, StoreError
-from kvx_core.stores.superseded import Superseded
+from kvx_core.stores.superseded import StaleEntries
 from tests.core.test_stores import HEADS, Engine, save, store_in
 
 
@@ -34,7 +34,7 @@ def timed(store: PrefixStore, clock: Clock) -> PrefixStore:
     """The store, whose longer entries and marks have the test's clock."""
     marks = store._entries.marks
     marks._taken._clock = clock
-    store._superseded = Superseded(store._blobs, marks, store.index, 30.0, clock)
+    store._superseded = StaleEntries(store._blobs, marks, store.index, 30.0, clock)
     return store
 
 

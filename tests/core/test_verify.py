@@ -500,13 +500,13 @@ def test_scales_in_bfloat16() -> None:
 def test_a_big_cache_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies stay as small as a piece, whatever the cache."""
     sizes: list[int] = []
-    read = readers._HalfReader._read
+    read = readers.KvReader._read
 
     def watched(self: Any, lo: int, out: Any, *args: Any, **options: Any) -> Any:
         sizes.append(out.nbytes)
         return read(self, lo, out, *args, **options)
 
-    monkeypatch.setattr(readers._HalfReader, "_read", watched)
+    monkeypatch.setattr(readers.KvReader, "_read", watched)
     k = torch.randn(2, 20_000, 8, 32)
     v = k.clone()
     src, dst = (view_of([(of, v)], Layout.BLOCK_NHD, dense=True) for of in (k, k.clone()))

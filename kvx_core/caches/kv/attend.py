@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvx_core._c import abi, abi_attend
-from kvx_core.argument_checks import many, wrong
+from kvx_core.argument_checks import bad_argument, plural
 from kvx_core.caches.kv.half import Half
 from kvx_core.caches.kv.tokens import array_of
 from kvx_core.desc.cache import CacheDesc
@@ -129,11 +129,11 @@ def _vectors(tensor: Tensor) -> abi.kvx_tensor_desc_t:
 def _number(name: str, given: object) -> float:
     """A finite number as a float. Raises InvalidArgumentError."""
     if isinstance(given, (bool, np.bool_)) or not isinstance(given, (Real, np.number)):
-        raise wrong(name, given, "a number or None")
+        raise bad_argument(name, given, "a number or None")
     try:
         return float(given)
     except OverflowError:
-        raise wrong(name, given, "a number that float32 holds") from None
+        raise bad_argument(name, given, "a number that float32 holds") from None
 
 
 def _tensor_of(query: np.ndarray) -> Tensor:
@@ -141,7 +141,7 @@ def _tensor_of(query: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(np.array(query, query.dtype.newbyteorder("="), order="C"))
     except TypeError:
-        raise wrong("query.dtype", str(query.dtype), "float32, float16 or float64") from None
+        raise bad_argument("query.dtype", str(query.dtype), "float32, float16 or float64") from None
 
 
 def _query(query: Any, keys: Half) -> Tensor:
@@ -149,12 +149,14 @@ def _query(query: Any, keys: Half) -> Tensor:
     given = array_of("query", query)
     found = _tensor_of(given) if isinstance(given, np.ndarray) else given
     if found.layout is not torch.strided:
-        raise wrong("query.layout", str(found.layout), "torch.strided. Pass query.to_dense()")
+        raise bad_argument(
+            "query.layout", str(found.layout), "torch.strided. Pass query.to_dense()"
+        )
     sizes, shape = keys.sizes, tuple(found.shape)
     if len(shape) != 2 or shape[1] != sizes.head_dim or not shape[0] or shape[0] % sizes.num_heads:
         raise InvalidArgumentError(
             f"query.shape is {shape}, expected (num_q_heads, head_dim {sizes.head_dim}), "
-            f"num_q_heads a multiple of {many(sizes.num_heads, 'KV head')}"
+            f"num_q_heads a multiple of {plural(sizes.num_heads, 'KV head')}"
         )
     if not found.is_floating_point():
         raise InvalidArgumentError(f"query.dtype is {found.dtype}, expected a float dtype")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.formats import ELEMENTS, no_dtype
 from kvx_core.types import DType
@@ -34,7 +34,7 @@ _WRITTEN = tuple(d for d in ELEMENTS if d is not DType.U8 and not d.format.affin
 def of_preset(preset: object) -> Preset:
     """The formats of keys and values of a preset. Raises InvalidArgumentError for another name."""
     if not isinstance(preset, str) or preset not in PRESETS:
-        raise wrong("preset", preset, " or ".join(map(repr, PRESETS)))
+        raise bad_argument("preset", preset, " or ".join(map(repr, PRESETS)))
     return PRESETS[preset]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvx_core.argument_checks import listed, product
+from kvx_core.argument_checks import format_repr, product
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tensor_desc import TensorDesc, describe
@@ -44,7 +44,7 @@ class KvStorage(NamedTuple):
 
     def __repr__(self) -> str:
         scaled = None if self.scale is None else "with scales"
-        return listed("KvStorage", product(self.data.shape), self.encoding.name, scaled)
+        return format_repr("KvStorage", product(self.data.shape), self.encoding.name, scaled)
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvx_core.argument_checks import listed
+from kvx_core.argument_checks import format_repr
 from kvx_core.types import DType
 
 _FLOAT32 = 4
@@ -38,7 +38,7 @@ class KvMemoryReport:
     value_bytes_per_token: int
 
     def __repr__(self) -> str:
-        return listed(
+        return format_repr(
             "KvMemoryReport",
             f"{self.used_bytes} of {self.allocated_bytes} bytes",
             f"{self.current_seq_len} of {self.max_seq_len} tokens",

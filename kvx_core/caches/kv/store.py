@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvx_core.argument_checks import instance, integer, listed, many, product, wrong
+from kvx_core.argument_checks import bad_argument, format_repr, instance, integer, plural, product
 from kvx_core.caches.kv.attend import Attention
 from kvx_core.caches.kv.encodings import encoding_of, of_preset
 from kvx_core.caches.kv.half import Half, KvStorage, Sizes
@@ -103,11 +103,13 @@ class KvCacheStore:
         held, more = self.current_seq_len, None
         ahead = {count - held for count in self._seq_lens} - {0}
         if ahead:
-            layers = many(sum(count > held for count in self._seq_lens), "layer")
+            layers = plural(sum(count > held for count in self._seq_lens), "layer")
             more = f"{'up to ' if len(ahead) > 1 else ''}{max(ahead)} more in {layers}"
-        return listed(
+        return format_repr(
             "KvCacheStore",
-            product((many(self.num_layers, "layer"), many(self.num_heads, "head"), self.head_dim)),
+            product(
+                (plural(self.num_layers, "layer"), plural(self.num_heads, "head"), self.head_dim)
+            ),
             f"{held} of {self.max_seq_len} tokens",
             more,
             f"K {self.key_encoding.name}",
@@ -210,7 +212,7 @@ class KvCacheStore:
         if max(self._seq_lens) > held:
             layer = self._seq_lens.index(held)
             raise InvalidArgumentError(
-                f"layer {layer} holds {many(held, 'token')}, expected {max(self._seq_lens)} as "
+                f"layer {layer} holds {plural(held, 'token')}, expected {max(self._seq_lens)} as "
                 f"another layer holds: append to it first, or drop the others' with evict({held})"
             )
         if count > self.max_seq_len - held:
@@ -222,7 +224,7 @@ class KvCacheStore:
     def _too_full(self, holder: str, held: int, count: int) -> OutOfRangeError:
         return OutOfRangeError(
             f"{holder} holds {held} of max_seq_len {self.max_seq_len} tokens, expected room for "
-            f"{many(count, 'token')} more. Evict tokens, or make a larger store"
+            f"{plural(count, 'token')} more. Evict tokens, or make a larger store"
         )
 
     def evict(self, from_pos: int) -> None:
@@ -305,7 +307,7 @@ class KvCacheStore:
             end = self.current_seq_len if default is None else default
         elif integer("end", end) > held:
             raise InvalidArgumentError(
-                f"end is {end}, expected 0 to {held}: layer {layer} holds {many(held, 'token')}"
+                f"end is {end}, expected 0 to {held}: layer {layer} holds {plural(held, 'token')}"
             )
         return integer("layer", layer), integer("start", start, 0, end), integer("end", end)
 
@@ -374,8 +376,8 @@ class KvCacheStore:
         size = count if block_size is None else integer("block_size", block_size, 1)
         if count % size:
             raise InvalidArgumentError(
-                f"block_size is {size}, expected a divisor of the {many(count, 'token')} that the "
-                "store holds"
+                f"block_size is {size}, expected a divisor of the {plural(count, 'token')} that "
+                "the store holds"
             )
         halves = self._keys, self._values
         for half in halves:
@@ -398,7 +400,7 @@ class KvCacheStore:
         if self.current_seq_len >= described:
             return None
         return (
-            f"the store holds {many(self.current_seq_len, 'token')}, expected the {described} "
+            f"the store holds {plural(self.current_seq_len, 'token')}, expected the {described} "
             "described. Call cache_view again"
         )
 
@@ -406,8 +408,8 @@ class KvCacheStore:
 def _placement(placement: Any) -> torch.device:
     expected = "a torch device, such as 'cpu' or 'cuda:0'"
     if not isinstance(placement, (str, torch.device)):
-        raise wrong("placement", placement, expected)
+        raise bad_argument("placement", placement, expected)
     try:
         return torch.device(placement)
     except RuntimeError:
-        raise wrong("placement", placement, expected) from None
+        raise bad_argument("placement", placement, expected) from None

@@ -10,7 +10,7 @@ from torch import Tensor, strided
 from torch.utils.dlpack import from_dlpack
 
 from kvx_core._c.dlpack import capsule_of, read_dlpack
-from kvx_core.argument_checks import wrong
+from kvx_core.argument_checks import bad_argument
 from kvx_core.caches.kv.half import Half
 from kvx_core.desc.tensors import require_whole
 from kvx_core.errors import InvalidArgumentError
@@ -35,7 +35,7 @@ def array_of(name: str, tokens: Any, expected: str = _A_TENSOR) -> Any:
     if hasattr(tokens, "__dlpack__") and not isinstance(tokens, type):
         read_dlpack(name, capsule_of(tokens))  # torch does not check what it reads of one
         return from_dlpack(tokens)
-    raise wrong(name, tokens, expected)
+    raise bad_argument(name, tokens, expected)
 
 
 def copied(tokens: Any) -> Any:
@@ -55,14 +55,14 @@ def _numbers(name: str, tokens: Any, half: Half) -> Any:
         return found
     if isinstance(found, Tensor):
         if not found.is_floating_point():
-            raise wrong(f"{name}.dtype", str(found.dtype), _FLOATS)
+            raise bad_argument(f"{name}.dtype", str(found.dtype), _FLOATS)
         if found.dtype is torch.float64:
             rounded = found.float()
             _require_in_float32(name, bool((rounded.isinf() & found.isfinite()).any()))
             return rounded
     elif found.dtype.kind != "V":  # ml_dtypes' are void for numpy
         if found.dtype.kind != "f":
-            raise wrong(f"{name}.dtype", str(found.dtype), _FLOATS)
+            raise bad_argument(f"{name}.dtype", str(found.dtype), _FLOATS)
         if found.dtype.itemsize > 4:
             return _in_float32(name, found)
     return found
@@ -74,7 +74,7 @@ def _listed(name: str, tokens: Any) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):
         found = np.array(None)
     if found.dtype.kind not in "iuf":
-        raise wrong(name, tokens, "a list of numbers, or such lists of equal length")
+        raise bad_argument(name, tokens, "a list of numbers, or such lists of equal length")
     return _in_float32(name, found)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvx_core.argument_checks import flag, instance, integer, wrong
+from kvx_core.argument_checks import bad_argument, flag, instance, integer
 from kvx_core.caches.packed.cache import PackedKVCache, require_packed
 from kvx_core.caches.packed.heads import repeats_of, split_heads
 from kvx_core.caches.packed.masks import (
@@ -55,7 +55,7 @@ class CachedAttention(torch.nn.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         repeats_of(self.num_kv_heads, num_heads)
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-            raise wrong("scale", scale, "a number or None")
+            raise bad_argument("scale", scale, "a number or None")
         self.scale = scale
         self.alibi = flag("alibi", alibi)
         self._slopes: Tensor | None = None  # made where the first queries are
@@ -90,7 +90,7 @@ class CachedAttention(torch.nn.Module):
         """
         cache = self.kv_cache if isinstance(kv_cache, str) and kv_cache == "own" else kv_cache
         if cache is not None and not isinstance(cache, PackedKVCache):
-            raise wrong("kv_cache", kv_cache, "a PackedKVCache, None or 'own'")
+            raise bad_argument("kv_cache", kv_cache, "a PackedKVCache, None or 'own'")
         self._require(query, key, value, 0 if cache is None else cache.seq_len, key_padding_mask)
         keys: Tensor | None = key
         values: Tensor | None = value

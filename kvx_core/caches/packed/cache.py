@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvx_core._c import bound
-from kvx_core.argument_checks import instance, integer, listed, product
+from kvx_core.argument_checks import format_repr, instance, integer, product
 from kvx_core.desc.tensors import require_whole
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.ops.append_op import kvcache_append
@@ -64,7 +64,7 @@ class PackedKVCache:
         if held is None:
             return "PackedKVCache(nothing)"
         keys = held.keys
-        return listed(
+        return format_repr(
             "PackedKVCache",
             product((keys.shape[0], held.seq_len, keys.shape[2])),
             str(keys.dtype).removeprefix("torch."),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvx_core.argument_checks import instance, integer, wrong
+from kvx_core.argument_checks import bad_argument, instance, integer
 from kvx_core.caches.packed.cache import Held, PackedKVCache
 from kvx_core.caches.packed.heads import repeats_of
 from kvx_core.desc.cache import CacheDesc
@@ -41,7 +41,7 @@ def packed_view(
     listed = [caches] if isinstance(caches, PackedKVCache) else caches
     expected = "a PackedKVCache, or a list or tuple with one per layer"
     if not isinstance(listed, (list, tuple)) or not listed:
-        raise wrong("caches", caches, expected)
+        raise bad_argument("caches", caches, expected)
     instance("facts", facts, CacheFacts, "a CacheFacts: what the bytes mean")
     integer("num_kv_heads", num_kv_heads, 1)
     repeats = 1 if num_heads is None else repeats_of(num_kv_heads, num_heads)
