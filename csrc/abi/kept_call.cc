@@ -47,7 +47,7 @@ struct Migration final : kvx_plan_t {
       : kept(given), plans_anew(must_plan_anew(kept.desc())) {}
 
   kvx_status_t visit(const kvx_plan_lookups_t *lookups, const Visit &visit) const override {
-    if (!lookups && !plans_anew) return visit(now(prepared.plan));
+    if (!lookups && !plans_anew) return visit(context_of(prepared.plan));
     OtherLookups other;
     KVX_TRY(replace_lookups(kept.desc(), lookups, &other));
     Plan plan;
@@ -57,10 +57,10 @@ struct Migration final : kvx_plan_t {
       plan.pairs.borrow(prepared.plan.pairs);
       plan.layers.borrow(prepared.plan.layers);
     }
-    return visit(now(plan));
+    return visit(context_of(plan));
   }
 
-  Now now(const Plan &plan) const {
+  CallContext context_of(const Plan &plan) const {
     const auto &tensors = prepared.tensors;
     const backend::Route route = {prepared.on_device, memory_of(*kept.desc().src),
                                   memory_of(*kept.desc().dst)};
@@ -91,12 +91,12 @@ struct OneCache final : kvx_plan_t {
   }
 
   template <class Call>
-  kvx_status_t visit_with(const Call &call, const Plan &now, const Visit &visit) const {
+  kvx_status_t visit_with(const Call &call, const Plan &planned, const Visit &visit) const {
     const CallTensors tensors = tensors_of(kept.cache, call);
     backend::Route route = route_of(kept.cache, call);
     KVX_TRY(backend::place(tensors.data(), tensors.size(), &route.on_device));
     return visit(
-        {now, tensors.data(), tensors.size(), route, call.io.num_tokens == 0, span, reached_by});
+        {planned, tensors.data(), tensors.size(), route, call.io.num_tokens == 0, span, reached_by});
   }
 
   const Kept kept;

@@ -8,8 +8,8 @@
 
 namespace kvx {
 
-// What a call does now.
-struct Now {
+// What a call needs besides its lookups.
+struct CallContext {
   const Plan &plan;
   const NamedTensor *tensors;
   size_t num_tensors;
@@ -24,15 +24,15 @@ class Visit {
  public:
   template <class Function>
   explicit Visit(const Function &function)
-      : function_(&function), call_([](const void *visit, const Now &now) {
-          return (*static_cast<const Function *>(visit))(now);
+      : function_(&function), call_([](const void *visit, const CallContext &call) {
+          return (*static_cast<const Function *>(visit))(call);
         }) {}
 
-  kvx_status_t operator()(const Now &now) const { return call_(function_, now); }
+  kvx_status_t operator()(const CallContext &call) const { return call_(function_, call); }
 
  private:
   const void *function_;
-  kvx_status_t (*call_)(const void *, const Now &);
+  kvx_status_t (*call_)(const void *, const CallContext &);
 };
 
 }  // namespace kvx
@@ -49,10 +49,10 @@ struct kvx_plan_t {
 namespace kvx {
 
 // Each validates a call, and keeps it.
-kvx_status_t keep(const kvx_migrate_desc_t *given, std::unique_ptr<kvx_plan_t> *plan);
+kvx_status_t keep(const kvx_migrate_desc_t *migrate, std::unique_ptr<kvx_plan_t> *plan);
 kvx_status_t keep(const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,
                   const kvx_write_options_t *options, std::unique_ptr<kvx_plan_t> *plan);
 kvx_status_t keep(const kvx_cache_desc_t *cache, const kvx_gather_desc_t *gather,
-                  const kvx_gather_options_t *given, std::unique_ptr<kvx_plan_t> *plan);
+                  const kvx_gather_options_t *options, std::unique_ptr<kvx_plan_t> *plan);
 
 }  // namespace kvx

@@ -36,9 +36,9 @@ kvx_status_t visit(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups,
 }
 
 // Checks the data of a call as far as the host can read them, and counts its tokens.
-kvx_status_t check_data(const Now &now, uint64_t *tokens) {
+kvx_status_t check_data(const CallContext &call, uint64_t *tokens) {
   *tokens = 0;
-  return now.is_empty ? KVX_STATUS_OK : kvx::check_data(now.plan, tokens);
+  return call.is_empty ? KVX_STATUS_OK : kvx::check_data(call.plan, tokens);
 }
 
 // Checks `size` of a struct that the call fills.
@@ -51,16 +51,16 @@ kvx_status_t check_room(const Path &path, const T *room) {
 }
 
 // Whether the host can count a call's tokens: it can read the indices, and no scale is needed.
-bool is_countable(const Now &now) {
-  if (!now.route.on_device || now.is_empty) return true;
-  for (const PlanePair &pair : now.plan.pairs)
+bool is_countable(const CallContext &call) {
+  if (!call.route.on_device || call.is_empty) return true;
+  for (const PlanePair &pair : call.plan.pairs)
     if (pair.src_scales.data || pair.dst_scales.data) return false;
-  return !backend::find_unreadable(now.plan, now.route.on_device);
+  return !backend::find_unreadable(call.plan, call.route.on_device);
 }
 
-kvx_status_t describe(const Now &now, kvx_plan_info_t *info, kvx_plane_info_t *planes,
+kvx_status_t describe(const CallContext &call, kvx_plan_info_t *info, kvx_plane_info_t *planes,
                       uint32_t num_planes) {
-  const Plan &plan = now.plan;
+  const Plan &plan = call.plan;
   KVX_TRY(check_room({nullptr, "info"}, info));
   if (planes ? num_planes != plan.pairs.size() : num_planes != 0) {
     return KVX_INVALID(
@@ -69,32 +69,32 @@ kvx_status_t describe(const Now &now, kvx_plan_info_t *info, kvx_plane_info_t *p
         num_planes, plan.pairs.size());
   }
   for (uint32_t i = 0; i < num_planes; ++i) KVX_TRY(check_room({nullptr, "planes", i}, &planes[i]));
-  const bool counts = is_countable(now);
+  const bool counts = is_countable(call);
   uint64_t tokens = KVX_UNKNOWN;
-  if (counts) KVX_TRY(check_data(now, &tokens));
+  if (counts) KVX_TRY(check_data(call, &tokens));
   const uint32_t size = info->size;
   *info = {};
   info->size = size;
-  describe_planes(plan, now.span, info, planes);
+  describe_planes(plan, call.span, info, planes);
   if (counts) count_moves(plan, tokens, info, planes);
-  backend::describe(plan, tokens, now.route, info, planes);
+  backend::describe(plan, tokens, call.route, info, planes);
   if (counts && info->copy_bytes_per_second > 0)
     info->seconds = static_cast<double>(info->bytes_written) / info->copy_bytes_per_second;
   return KVX_STATUS_OK;
 }
 
-kvx_status_t ranges(const Now &now, kvx_take_ranges_t take, void *context) {
+kvx_status_t ranges(const CallContext &call, kvx_take_ranges_t take, void *context) {
   if (!take) return KVX_INVALID("take is NULL");
-  KVX_TRY(check_copies(now.plan));
-  if (const char *name = backend::find_unreadable(now.plan, now.route.on_device)) {
+  KVX_TRY(check_copies(call.plan));
+  if (const char *name = backend::find_unreadable(call.plan, call.route.on_device)) {
     return KVX_INVALID(
         "%s lies in device memory, expected host memory: the host lists ranges "
         "(spec E.13)",
         name);
   }
   uint64_t tokens;
-  KVX_TRY(check_data(now, &tokens));
-  list_ranges(now.plan, tokens, take, context);
+  KVX_TRY(check_data(call, &tokens));
+  list_ranges(call.plan, tokens, take, context);
   return KVX_STATUS_OK;
 }
 
@@ -121,10 +121,10 @@ void kvx_plan_free(kvx_plan_t *plan) { delete plan; }
 
 kvx_status_t kvx_plan_run(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups, void *stream) {
   return kvx::guarded([=] {
-    return kvx::visit(plan, lookups, [=](const kvx::Now &now) {
-      if (now.is_empty) return KVX_STATUS_OK;
-      return kvx::backend::run(now.plan, now.tensors, now.num_tensors, now.route.on_device, stream,
-                               &now.reached_by);
+    return kvx::visit(plan, lookups, [=](const kvx::CallContext &call) {
+      if (call.is_empty) return KVX_STATUS_OK;
+      return kvx::backend::run(call.plan, call.tensors, call.num_tensors, call.route.on_device,
+                               stream, &call.reached_by);
     });
   });
 }
@@ -133,8 +133,8 @@ kvx_status_t kvx_plan_describe(const kvx_plan_t *plan, const kvx_plan_lookups_t 
                                kvx_plan_info_t *info, kvx_plane_info_t *planes,
                                uint32_t num_planes) {
   return kvx::guarded([=] {
-    return kvx::visit(plan, lookups, [=](const kvx::Now &now) {
-      return kvx::describe(now, info, planes, num_planes);
+    return kvx::visit(plan, lookups, [=](const kvx::CallContext &call) {
+      return kvx::describe(call, info, planes, num_planes);
     });
   });
 }
@@ -142,8 +142,9 @@ kvx_status_t kvx_plan_describe(const kvx_plan_t *plan, const kvx_plan_lookups_t 
 kvx_status_t kvx_plan_ranges(const kvx_plan_t *plan, const kvx_plan_lookups_t *lookups,
                              kvx_take_ranges_t take, void *context) {
   return kvx::guarded([=] {
-    return kvx::visit(plan, lookups,
-                      [=](const kvx::Now &now) { return kvx::ranges(now, take, context); });
+    return kvx::visit(plan, lookups, [=](const kvx::CallContext &call) {
+      return kvx::ranges(call, take, context);
+    });
   });
 }
 

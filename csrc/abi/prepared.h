@@ -26,7 +26,7 @@ inline CallTensors tensors_of(const kvx_cache_desc_t &cache, const kvx_gather_de
 }
 
 struct Prepared {
-  Few<NamedTensor, 4> tensors;
+  SmallVector<NamedTensor, 4> tensors;
   std::vector<kvx_tensor_desc_t> planes;  // their bytes, for `tensors`
   bool on_device = false;
   Plan plan;

@@ -14,7 +14,7 @@ kvx_status_t write_layers(const kvx_cache_desc_t *const *caches,
                           const kvx_write_desc_t *const *writes, uint32_t num_layers,
                           const kvx_write_options_t *options, void *stream) {
   KVX_TRY(validate_write_layers(caches, writes, num_layers, options));
-  Few<NamedTensor, 4> tensors;
+  SmallVector<NamedTensor, 4> tensors;
   tensors.reserve(size_t{4} * num_layers);
   for (uint32_t l = 0; l < num_layers; ++l) {
     tensors.push({"caches[].k", &caches[l]->k});

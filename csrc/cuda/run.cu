@@ -311,14 +311,14 @@ uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
 }
 
 // The pairs of the same kind as pair `first`, together.
-struct Kind {
+struct AlikePairs {
   uint64_t alignment;  // the largest power of two that divides all addresses of data
   Columns columns;
   uint32_t most_pairs;  // of a launch
 };
 
-Kind kind_of(const Plan &plan, uint32_t first) {
-  Kind kind{};
+AlikePairs kind_of(const Plan &plan, uint32_t first) {
+  AlikePairs kind{};
   uint64_t bits = 4096;
   for (uint32_t i = first; i < plan.pairs.size(); i = next_of_kind(plan, first, i + 1)) {
     const Numbers numbers = numbers_of(plan, plan.pairs[i]);
@@ -339,9 +339,9 @@ uint32_t block_tokens(const LookupPair &lookup) {
   return lookup.src.block_size == lookup.dst.block_size ? lookup.src.block_size : 0;
 }
 
-using Reported = Few<bool, 2>;  // by lookup: whether a launch reports for it
+using Reported = SmallVector<bool, 2>;  // by lookup: whether a launch reports for it
 
-Choice choice_of(const Plan &plan, uint32_t first, const Kind &kind) {
+Choice choice_of(const Plan &plan, uint32_t first, const AlikePairs &kind) {
   if (const AffinePair *const affine = affine_of(plan, plan.pairs[first]))
     return choose_affine(without_pointers(plan.pairs[first]), *affine);
   const LookupPair &lookup = plan.lookups[plan.pairs[first].lookup];
@@ -356,7 +356,7 @@ Choice choice_of(const Plan &plan, uint32_t first, const Kind &kind) {
 // blocks of a background transfer, allow.
 kvx_status_t run_kind(const Plan &plan, uint32_t first, Reported *reported, Common common,
                       uint32_t sms, cudaStream_t stream) {
-  const Kind kind = kind_of(plan, first);
+  const AlikePairs kind = kind_of(plan, first);
   const Choice choice = choice_of(plan, first, kind);
   const uint64_t most_blocks = plan.background ? kBackgroundBlocks : sms * kBlocksPerSm;
   common.rows = plan.rows_of(plan.lookups[plan.pairs[first].lookup]);
@@ -428,7 +428,7 @@ void describe(const Plan &plan, kvx_plan_info_t *info, kvx_plane_info_t *planes)
   const bool runs = !plan.copy_engine && plan.rows.count && row_bound(plan, 0);
   for (uint32_t first = 0; first < plan.pairs.size(); ++first) {
     if (next_of_kind(plan, first, 0) != first) continue;
-    const Kind kind = kind_of(plan, first);
+    const AlikePairs kind = kind_of(plan, first);
     const char *const name =
         plan.copy_engine ? "copy engine" : name_of(choice_of(plan, first, kind).kernel);
     uint32_t num_pairs = 0;

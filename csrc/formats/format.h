@@ -9,7 +9,7 @@
 
 namespace kvx {
 
-enum class Kind : uint8_t { kNone, kNumber, kIndex, kUnused, kOpaque };
+enum class FormatClass : uint8_t { kNone, kNumber, kIndex, kUnused, kOpaque };
 
 // Data that a format keeps beside its units.
 enum class Beside : uint8_t {
@@ -22,7 +22,7 @@ enum class Beside : uint8_t {
 struct Format {
   const char *name;
   float largest;  // finite number; 0: no such bound
-  Kind kind;
+  FormatClass kind;
   Beside beside;
   uint8_t numbers_log2;  // of a unit, along dim
   uint8_t bytes, alignment;
@@ -32,10 +32,11 @@ constexpr uint8_t log2_of(uint32_t power) {
   return power > 1 ? static_cast<uint8_t>(1 + log2_of(power / 2)) : 0;
 }
 
-inline constexpr Format kFormats[] = {{"no kvx_dtype_t", 0, Kind::kNone, Beside::kNothing, 0, 0, 1},
+inline constexpr Format kFormats[] = {
+    {"no kvx_dtype_t", 0, FormatClass::kNone, Beside::kNothing, 0, 0, 1},
 #define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, beside) \
-  {#name, largest, Kind::k##kind, Beside::k##beside, log2_of(numbers), bytes, alignment},
-                                      KVX_FORMATS(KVX_ROW)
+  {#name, largest, FormatClass::k##kind, Beside::k##beside, log2_of(numbers), bytes, alignment},
+    KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
 };
 constexpr uint32_t kNumFormats = sizeof kFormats / sizeof kFormats[0];  // row 0 included
@@ -76,10 +77,16 @@ constexpr int64_t numbers_of(kvx_dtype_t dtype, int64_t units) {
 
 constexpr const char *name_of(kvx_dtype_t dtype) { return format_of(dtype).name; }
 
-constexpr bool is_number(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kNumber; }
+constexpr bool is_number(kvx_dtype_t dtype) {
+  return format_of(dtype).kind == FormatClass::kNumber;
+}
 // Whether it is bytes that no call interprets.
-constexpr bool is_opaque(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kOpaque; }
-constexpr bool is_index_type(kvx_dtype_t dtype) { return format_of(dtype).kind == Kind::kIndex; }
+constexpr bool is_opaque(kvx_dtype_t dtype) {
+  return format_of(dtype).kind == FormatClass::kOpaque;
+}
+constexpr bool is_index_type(kvx_dtype_t dtype) {
+  return format_of(dtype).kind == FormatClass::kIndex;
+}
 // Whether caches and tokens on their way may have it.
 constexpr bool is_element_type(kvx_dtype_t dtype) { return is_number(dtype) || is_opaque(dtype); }
 constexpr bool is_scale_type(kvx_dtype_t dtype) {

@@ -217,7 +217,7 @@ uint32_t finder_of(const Plan &plan, const PlanePair &pair) {
 }
 
 // Memory of several finders: no two may overlap if one of them writes.
-class Finds {
+class WrittenRanges {
  public:
   void add(const uint8_t *data, uint64_t bytes, uint32_t finder, bool written) {
     const auto begin = reinterpret_cast<uintptr_t>(data);
@@ -272,24 +272,24 @@ class Finds {
 };
 
 // Adds a plane from its first byte to its last, in each of its pools.
-void add_plane(const End &end, uint32_t finder, bool written, Finds *finds) {
+void add_plane(const End &end, uint32_t finder, bool written, WrittenRanges *ranges) {
   const auto add = [&](const uint8_t *base, uint64_t num_blocks) {
     if (!base || !num_blocks) return;
     const auto last = static_cast<int64_t>(num_blocks - 1) * end.plane.block_stride;
-    finds->add(base, static_cast<uint64_t>(last) + bytes_of_block(end), finder, written);
+    ranges->add(base, static_cast<uint64_t>(last) + bytes_of_block(end), finder, written);
   };
   add(end.plane.base, end.lookup.num_blocks);
   add(end.plane.secondary, end.lookup.secondary_blocks);
 }
 
-void add_block(const End &end, Place place, uint32_t finder, bool written, Finds *finds) {
+void add_block(const End &end, Place place, uint32_t finder, bool written, WrittenRanges *ranges) {
   place.offset = 0;
-  finds->add(address_of(end.plane, place), bytes_of_block(end), finder, written);
+  ranges->add(address_of(end.plane, place), bytes_of_block(end), finder, written);
 }
 
 // Adds the elements of `count` tokens.
 void add_elements(const End &end, Place place, uint64_t count, uint32_t finder, bool written,
-                  Finds *finds) {
+                  WrittenRanges *ranges) {
   const Plane &plane = end.plane;
   const int64_t num_elements = end.num_elements(), size = size_of(plane.dtype);
   for (; count > 0; --count, ++place.offset) {
@@ -298,11 +298,11 @@ void add_elements(const End &end, Place place, uint64_t count, uint32_t finder, 
       for (int64_t i = 0; i < num_elements; i += plane.pack, at += plane.outer_stride) {
         const int64_t together = std::min<int64_t>(num_elements - i, plane.pack);
         if (plane.inner_stride == size) {
-          finds->add(at, static_cast<uint64_t>(together * size), finder, written);
+          ranges->add(at, static_cast<uint64_t>(together * size), finder, written);
           continue;
         }
         for (int64_t j = 0; j < together; ++j)
-          finds->add(at + j * plane.inner_stride, static_cast<uint64_t>(size), finder, written);
+          ranges->add(at + j * plane.inner_stride, static_cast<uint64_t>(size), finder, written);
       }
     }
   }
@@ -326,20 +326,20 @@ void each_end(const Plan &plan, uint64_t tokens, Add add) {
 // Checks that planes with lookups of their own write no memory that other lookups use. Compares
 // whole planes first; if they overlap, blocks; if these interleave, elements.
 [[gnu::noinline]] kvx_status_t check_finds_apart(const Plan &plan, uint64_t tokens) {
-  Finds planes;
+  WrittenRanges planes;
   for (const PlanePair &pair : plan.pairs) {
     const LookupPair &lookup = plan.lookups[pair.lookup];
     add_plane({pair, pair.src, lookup.src}, finder_of(plan, pair), false, &planes);
     add_plane({pair, pair.dst, lookup.dst}, finder_of(plan, pair), true, &planes);
   }
   if (!planes.meet()) return KVX_STATUS_OK;
-  Finds blocks;
+  WrittenRanges blocks;
   each_end(plan, tokens,
            [&](const End &end, const Place &place, uint64_t, uint32_t finder, bool written) {
              add_block(end, place, finder, written, &blocks);
            });
   if (!blocks.meet()) return KVX_STATUS_OK;
-  Finds elements;
+  WrittenRanges elements;
   each_end(plan, tokens,
            [&](const End &end, const Place &place, uint64_t count, uint32_t finder, bool written) {
              add_elements(end, place, count, finder, written, &elements);
@@ -387,7 +387,7 @@ bool may_meet(const Plan &plan, size_t layer) {
 
 // Checks that a write reads no element that it writes.
 [[gnu::noinline]] kvx_status_t check_inputs_apart(const Plan &plan, uint64_t tokens) {
-  Finds elements;
+  WrittenRanges elements;
   each_end(plan, tokens,
            [&](const End &end, const Place &place, uint64_t count, uint32_t, bool written) {
              add_elements(end, place, count, written, written, &elements);

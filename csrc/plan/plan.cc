@@ -182,8 +182,8 @@ void end_layer(Plan *plan) {
 
 // A plane whose blocks lie anywhere: block ids are addresses without the bits that are 0. Its base
 // is where it begins from there.
-void lie_anywhere(Plane *plane, const kvx_tensor_desc_t &tensor, const kvx_block_table_t &table,
-                  const Lookup &lookup) {
+void rebase_to_addresses(Plane *plane, const kvx_tensor_desc_t &tensor,
+                         const kvx_block_table_t &table, const Lookup &lookup) {
   const void *const begin = names_whole_blocks(table) ? table.indptr : tensor.data;
   plane->base = reinterpret_cast<uint8_t *>(plane->base - static_cast<const uint8_t *>(begin));
   plane->block_stride = int64_t{1} << lookup.pointer_shift;
@@ -310,7 +310,7 @@ void plan_gather(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &gather,
       Lookup &src = plan->lookups[0].src;
       const kvx_cache_desc_t *const layer = &cache;
       src.pointer_shift = pointer_shift(table, &layer, 1);
-      lie_anywhere(&pair.src, tensor, table, src);
+      rebase_to_addresses(&pair.src, tensor, table, src);
     }
     set_io_plane(&pair.dst, io, gather.max_seq_len);
     set_scales(&pair.src_scales, is_v ? options.v_scale : options.k_scale, tensor.dtype, 0);
@@ -360,9 +360,9 @@ void plan_migrate(const kvx_migrate_desc_t &migrate, Plan *plan) {
       if (is_kv_offsets(src)) add_secondary(&pair.src, src_tensor, from.pool);
       if (is_kv_offsets(dst)) add_secondary(&pair.dst, dst_tensor, to.pool);
       if (is_pointers(src))
-        lie_anywhere(&pair.src, src_tensor, *src.block_table, plan->lookups[0].src);
+        rebase_to_addresses(&pair.src, src_tensor, *src.block_table, plan->lookups[0].src);
       if (is_pointers(dst))
-        lie_anywhere(&pair.dst, dst_tensor, *dst.block_table, plan->lookups[0].dst);
+        rebase_to_addresses(&pair.dst, dst_tensor, *dst.block_table, plan->lookups[0].dst);
       pair.find_scales = migrate.flags & KVX_FLAG_FIND_SCALES;
       pair.hadamard = hadamard_order(migrate.flags, is_v);
       finish(&pair, is_readable(src_tensor.memory) && is_readable(dst_tensor.memory));

@@ -4,8 +4,8 @@
 
 #include "desc/span.h"
 #include "plan/affine.h"
-#include "plan/few.h"
 #include "plan/lookup.h"
+#include "plan/small_vector.h"
 
 namespace kvx {
 
@@ -114,10 +114,10 @@ struct Plan {
   int owner = -1;                // the device that has allocated all but HOST memory; -1: not known
   bool check_same_pool = false;  // both ends share memory: their blocks must be disjoint
 
-  Few<LookupPair, 2> lookups;
-  Few<PlanePair, 2> pairs;  // those of a layer follow each other
-  Few<uint32_t, 1> layers;  // end of each layer's pairs; the other planes follow
-  Few<AffinePair, 1> affine;
+  SmallVector<LookupPair, 2> lookups;
+  SmallVector<PlanePair, 2> pairs;  // those of a layer follow each other
+  SmallVector<uint32_t, 1> layers;  // end of each layer's pairs; the other planes follow
+  SmallVector<AffinePair, 1> affine;
 
   // The rows, counted in the entries of a lookup.
   Rows rows_of(const LookupPair &lookup) const {

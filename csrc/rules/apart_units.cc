@@ -10,20 +10,20 @@
 namespace kvx {
 namespace {
 
-enum class Kind : uint8_t { kData, kScales, kZeros };
+enum class UnitPart : uint8_t { kData, kScales, kZeros };
 
 // An array that the call accesses, and its name.
 struct Used {
   Extent extent;
-  const void *array;  // as Kind and is_plane say: a tensor, a plane, or scales
-  Kind kind;
+  const void *array;  // as UnitPart and is_plane say: a tensor, a plane, or scales
+  UnitPart kind;
   bool is_dst, is_plane, is_v, written;
   uint32_t index;     // of the layer or plane
   uint32_t order;     // in which they were added
   uint32_t grid = 0;  // 1 + index of its grid; 0: not needed so far
 
   Grid make_grid() const {
-    if (kind != Kind::kData) return Grid(*static_cast<const kvx_scale_desc_t *>(array));
+    if (kind != UnitPart::kData) return Grid(*static_cast<const kvx_scale_desc_t *>(array));
     if (is_plane) return Grid(*static_cast<const kvx_plane_t *>(array));
     return Grid(*static_cast<const kvx_tensor_desc_t *>(array));
   }
@@ -33,10 +33,11 @@ template <class Visit>
 void visit_name(const Used &of, Visit visit) {
   const Path span{nullptr, of.is_dst ? "dst" : "src"};
   const Path item{&span, of.is_plane ? "planes" : "layers", of.index};
-  if (of.is_plane && of.kind == Kind::kData) return visit(item);
-  if (of.is_plane) return visit(Path{&item, of.kind == Kind::kZeros ? "zero" : "scale"});
-  if (of.kind == Kind::kData) return visit(Path{&item, of.is_v ? "v" : "k"});
-  if (of.kind == Kind::kZeros) return visit(Path{&span, of.is_v ? "v_zeros" : "k_zeros", of.index});
+  if (of.is_plane && of.kind == UnitPart::kData) return visit(item);
+  if (of.is_plane) return visit(Path{&item, of.kind == UnitPart::kZeros ? "zero" : "scale"});
+  if (of.kind == UnitPart::kData) return visit(Path{&item, of.is_v ? "v" : "k"});
+  if (of.kind == UnitPart::kZeros)
+    return visit(Path{&span, of.is_v ? "v_zeros" : "k_zeros", of.index});
   visit(Path{&span, of.is_v ? "v_scales" : "k_scales", of.index});
 }
 
@@ -67,20 +68,20 @@ class AllUsed {
         const kvx_tensor_desc_t &tensor = tensor_of(dst, l, is_v);
         if (is_absent(tensor)) continue;
         const bool written = is_affine(tensor.dtype);
-        add(tensor, {Kind::kData, true, false, is_v, true, l});
+        add(tensor, {UnitPart::kData, true, false, is_v, true, l});
         add(scales_of(dst, l, is_v),
-            {Kind::kScales, true, false, is_v, written || finds_scales, l});
+            {UnitPart::kScales, true, false, is_v, written || finds_scales, l});
         const bool writes_zeros = written && !has_group_scales(tensor.dtype);
-        add(zeros_of(dst, l, is_v), {Kind::kZeros, true, false, is_v, writes_zeros, l});
+        add(zeros_of(dst, l, is_v), {UnitPart::kZeros, true, false, is_v, writes_zeros, l});
       }
     }
     for (uint32_t i = 0; i < dst.num_planes; ++i) {
       const kvx_plane_t &plane = *dst.planes[i];
       const bool written = is_affine(plane.dtype);
-      add(plane, {Kind::kData, true, true, false, true, i});
-      add(plane.scale, {Kind::kScales, true, true, false, written, i});
+      add(plane, {UnitPart::kData, true, true, false, true, i});
+      add(plane.scale, {UnitPart::kScales, true, true, false, written, i});
       const bool writes_zeros = written && !has_group_scales(plane.dtype);
-      add(plane.zero, {Kind::kZeros, true, true, false, writes_zeros, i});
+      add(plane.zero, {UnitPart::kZeros, true, true, false, writes_zeros, i});
     }
   }
 
@@ -89,26 +90,26 @@ class AllUsed {
     for (uint32_t l = 0; !same_pool && l < src.num_layers; ++l) {
       for (const bool is_v : {false, true}) {
         const kvx_tensor_desc_t &tensor = tensor_of(src, l, is_v);
-        if (!is_absent(tensor)) add(tensor, {Kind::kData, false, false, is_v, false, l});
+        if (!is_absent(tensor)) add(tensor, {UnitPart::kData, false, false, is_v, false, l});
       }
     }
     for (uint32_t i = 0; !same_pool && i < src.num_planes; ++i)
-      add(*src.planes[i], {Kind::kData, false, true, false, false, i});
+      add(*src.planes[i], {UnitPart::kData, false, true, false, false, i});
     const auto add_new = [&](const kvx_scale_desc_t *from, const kvx_scale_desc_t *to, Name name) {
       if (!same_pool || !is_same(from, to)) add(from, name);
     };
     for (uint32_t l = 0; l < src.num_layers; ++l) {
       for (const bool is_v : {false, true}) {
         add_new(scales_of(src, l, is_v), scales_of(dst, l, is_v),
-                {Kind::kScales, false, false, is_v, false, l});
+                {UnitPart::kScales, false, false, is_v, false, l});
         add_new(zeros_of(src, l, is_v), zeros_of(dst, l, is_v),
-                {Kind::kZeros, false, false, is_v, false, l});
+                {UnitPart::kZeros, false, false, is_v, false, l});
       }
     }
     for (uint32_t i = 0; i < src.num_planes; ++i) {
       const kvx_plane_t &from = *src.planes[i], &to = *find_plane(dst, from.layer, from.role, i);
-      add_new(from.scale, to.scale, {Kind::kScales, false, true, false, false, i});
-      add_new(from.zero, to.zero, {Kind::kZeros, false, true, false, false, i});
+      add_new(from.scale, to.scale, {UnitPart::kScales, false, true, false, false, i});
+      add_new(from.zero, to.zero, {UnitPart::kZeros, false, true, false, false, i});
     }
   }
 
@@ -120,9 +121,9 @@ class AllUsed {
     });
     for (auto a = all_.begin(); a != all_.end(); ++a) {
       for (auto b = a + 1; b != all_.end() && b->extent.begin < a->extent.end; ++b) {
-        const bool are_data = a->kind == Kind::kData && b->kind == Kind::kData;
+        const bool are_data = a->kind == UnitPart::kData && b->kind == UnitPart::kData;
         if (are_data || !(a->written || b->written) || !meet(&*a, &*b)) continue;
-        const bool names_b = b->written && (b->kind != Kind::kData || !a->written);
+        const bool names_b = b->written && (b->kind != UnitPart::kData || !a->written);
         return names_b ? fail_units(*b, *a, section) : fail_units(*a, *b, section);
       }
     }
@@ -131,7 +132,7 @@ class AllUsed {
 
  private:
   struct Name {
-    Kind kind;
+    UnitPart kind;
     bool is_dst, is_plane, is_v, written;
     uint32_t index;
   };

@@ -10,11 +10,11 @@
 namespace kvx {
 
 template <class T, size_t kNear>
-class Few {
+class SmallVector {
  public:
-  Few() = default;
-  Few(const Few &) = delete;
-  Few &operator=(const Few &) = delete;
+  SmallVector() = default;
+  SmallVector(const SmallVector &) = delete;
+  SmallVector &operator=(const SmallVector &) = delete;
 
   // Makes room for `count` items. Called once, before the first.
   void reserve(size_t count) {
@@ -32,7 +32,7 @@ class Few {
   void push(const T &item) { items_[size_++] = item; }
   void drop_last() { --size_; }
   // Shows the items of another list, which outlives this one.
-  void borrow(const Few &other) {
+  void borrow(const SmallVector &other) {
     items_ = other.items_;
     size_ = other.size_;
   }
