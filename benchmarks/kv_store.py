@@ -27,6 +27,7 @@ _FORMATS = (
     ("Q8_0", "Q8_0"),
     ("float8_e4m3fn", "float8_e4m3fn"),
     ("bfloat16",) * 2,
+    ("float32",) * 2,
 )
 _READ = 128
 _FLAT = 0.5  # of the speed at 1024 tokens; a cost that grows with them would be 1/32

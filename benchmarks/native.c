@@ -209,6 +209,30 @@ EXPORT double bench_rows(const rows_t *tensors, size_t count, size_t repeats) {
   return (now() - begin) / (double)repeats;
 }
 
+/* Rows of numbers from one format to another, by a library's functions: by one, or by two with a
+ * row of float32 between them. */
+typedef struct {
+  void (*first)(const void *, void *, int64_t), (*second)(const void *, void *, int64_t);
+  const uint8_t *from;
+  void *stage;
+  uint8_t *to;
+  size_t from_bytes, to_bytes; /* of a row */
+  int64_t numbers;
+  size_t rows;
+} convert_t;
+
+EXPORT double bench_convert(const convert_t *how, size_t repeats) {
+  const double begin = now();
+  for (size_t r = 0; r < repeats; ++r)
+    for (size_t i = 0; i < how->rows; ++i) {
+      const uint8_t *const from = how->from + i * how->from_bytes;
+      uint8_t *const to = how->to + i * how->to_bytes;
+      how->first(from, how->second ? how->stage : to, how->numbers);
+      if (how->second) how->second(how->stage, to, how->numbers);
+    }
+  return (now() - begin) / (double)repeats;
+}
+
 EXPORT double bench_write(kvx_status_t (*write_kv)(const kvx_cache_desc_t *,
                                                    const kvx_write_desc_t *, void *),
                           const kvx_cache_desc_t *cache, const kvx_write_desc_t *write,

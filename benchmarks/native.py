@@ -65,6 +65,7 @@ def library() -> Any:
     loaded.bench_evict.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     for name, argtypes in {
         "bench_copy": [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t],
+        "bench_convert": [ctypes.c_void_p, ctypes.c_size_t],
         "bench_rows": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t],
         "bench_write": [*[ctypes.c_void_p] * 3, ctypes.c_size_t],
         "bench_write_each": [*[ctypes.c_void_p] * 3, ctypes.c_uint32, ctypes.c_size_t],

@@ -20,6 +20,8 @@ VERSUS = {
     "bulk": "all at once",
     "list": "lists of tensors",
     "gguf": "gguf-py",
+    "ggml": "ggml",
+    "backend": "ggml's CPU backend",
     "2 GB/s": "2 GB/s",
     "0.3 ms": "0.3 ms",
     "1k": "the same at 1024 tokens",

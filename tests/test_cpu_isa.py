@@ -23,6 +23,7 @@ SUBSET = (
     "cpu and ((test_every_value and not flush) or test_write_every_layout or test_ggml or "
     "every_pair_of_dtypes or (test_calls_that_store and tgi) or "
     "(every_pair_of_layouts and (custom or tgi-packed16)))"
+    " or test_scaled_rows or test_past_the_caches"
 )
 
 
@@ -44,7 +45,10 @@ def test_another_instruction_set_passes_the_same_tests(isa: str) -> None:
     if used != isa:
         assert isa != "portable", f"portable is always there, but {used} is used"
         pytest.skip(f"this processor has no {isa}, {used} is used")
-    files = [f"tests/test_{name}.py" for name in ("codecs", "ggml", "write_gather", "migrate")]
+    files = [
+        f"tests/test_{name}.py"
+        for name in ("codecs", "ggml", "scaled_rows", "write_gather", "migrate")
+    ]
     result = python(
         "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", SUBSET, *files, isa=isa
     )

@@ -23,7 +23,7 @@ from kvx_core import (
 )
 from tests import ggml
 from tests.calls import CPU, Backend
-from tests.test_formats import SEEDS, memory, one_vector, values
+from tests.test_formats import SEEDS, TORCH, memory, one_vector, values
 
 FORMATS = tuple(ggml.NAMES)
 SCALES = {  # where a unit has float16 numbers
@@ -94,7 +94,74 @@ def test_every_scale_and_every_level(backend: Backend, dtype: DType) -> None:
     )
 
 
+@each_format
+@pytest.mark.parametrize("of", [DType.F16, DType.BF16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_other_floats_are_those_of_float32(
+    backend: Backend, dtype: DType, of: DType, seed: int
+) -> None:
+    """Scales of any bits: infinite ones, NaN, and those whose numbers float16 cannot hold."""
+    units = memory(dtype, (37,), 3 * dtype.numbers, seed)
+    with np.errstate(all="ignore"):
+        numbers = torch.from_numpy(ggml.dequantize(units, dtype))
+    expected = numbers.to({DType.F16: torch.float16, DType.BF16: torch.bfloat16}[of])
+    got = torch.from_numpy(one_vector(backend, units, dtype, of)).view(expected.dtype)
+    assert torch.equal(got.isnan(), expected.isnan())
+    got[got.isnan()], expected[expected.isnan()] = 0, 0
+    assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
+
+
+@each_format
+@pytest.mark.parametrize("of", [DType.F32, DType.F16, DType.BF16], ids=["f32", "f16", "bf16"])
+def test_past_the_caches_as_within(dtype: DType, of: DType) -> None:
+    """17 MiB of numbers, which streaming stores write, at an address of a line and beside one."""
+    dim, size = 1024, of.itemsize
+    tokens = (17 << 20) // (dim * size)
+    units = memory(dtype, (tokens,), dim, 4)
+    raw = torch.zeros(tokens * dim * size + 128, dtype=torch.uint8)
+    at = -raw.data_ptr() % 64
+    for begin in (at, at + size):
+        raw.fill_(0x5A)
+        target = raw[begin : begin + tokens * dim * size].view(1, tokens, 1, -1)
+        for first, last in ((0, tokens), (0, 3), (tokens - 3, tokens)):
+            part = target[:, first:last].clone() if last - first == 3 else target
+            ends = []
+            for tensor, kind in (
+                (torch.from_numpy(units)[None, first:last, None], dtype),
+                (part, of),
+            ):
+                typed = tensor.view(TORCH.get(kind, torch.uint8))
+                desc = CacheDesc.from_kv(describe(typed, Layout.BLOCK_NHD, dtype=kind))
+                ends.append(CacheView((desc,), CacheFacts(), dense=True).at())
+            migrate(*ends, [last - first], same_model=True)
+            assert torch.equal(part, target[:, first:last])
+        assert (raw[:begin] == 0x5A).all()
+        assert (raw[begin + target.numel() :] == 0x5A).all()
+
+
 # --- encoding -----------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("of", [DType.F32, DType.F16, DType.BF16], ids=["f32", "f16", "bf16"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_unit_does_not_depend_on_those_beside_it(
+    backend: Backend, dtype: DType, of: DType, seed: int
+) -> None:
+    """Of 43, which are encoded eight at a time, some have numbers that no scale fits."""
+    random = np.random.default_rng(seed)
+    numbers = values((43, dtype.numbers), seed)
+    for row, odd in zip(
+        random.permutation(43),
+        (np.nan, np.inf, -np.inf, 3e38, 8.4e6, 1e-38, 1e-45, 2.0**-118, 0.0, 1e-7),
+        strict=False,
+    ):
+        numbers[row] *= 0 if abs(odd) < 1 else 1
+        numbers[row, random.integers(0, dtype.numbers, 3)] = odd
+    source = torch.from_numpy(numbers).to(TORCH[of]).view(torch.uint8).numpy()
+    together = one_vector(backend, source.reshape(1, -1), of, dtype).reshape(43, -1)
+    for unit, alone in zip(together, source, strict=True):
+        np.testing.assert_array_equal(unit, one_vector(backend, alone[None], of, dtype)[0])
 
 
 @each_format

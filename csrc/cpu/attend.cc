@@ -24,6 +24,12 @@ constexpr int64_t round_up(int64_t count) {
   return (count + kAttendLanes - 1) / kAttendLanes * kAttendLanes;
 }
 
+// Decoded vectors, `step` numbers apart.
+struct Decoded {
+  const float *first;
+  int64_t step;
+};
+
 // Decodes vectors of one format.
 class Decoder {
  public:
@@ -32,10 +38,15 @@ class Decoder {
         run_(kernels().find(vectors.dtype, KVX_DTYPE_F32)),
         decode_(kernels().decode[row_of(vectors.dtype)]) {}
 
-  // Decodes vectors of `tokens` tokens and one head to rows of `row` numbers.
-  void operator()(float *to, int64_t row, int64_t token, int64_t tokens, int64_t head) const {
+  // Decodes vectors of `tokens` tokens and one head to rows of `row` numbers, or says where such
+  // rows are: float32 needs no decoding and, of whole tiles, no padding.
+  Decoded operator()(float *to, int64_t row, int64_t token, int64_t tokens, int64_t head) const {
     const uint8_t *from =
         vectors_.base + token * vectors_.token_stride + head * vectors_.head_stride;
+    if (vectors_.dtype == KVX_DTYPE_F32 && vectors_.dim == row && tokens == kTile &&
+        vectors_.token_stride % 4 == 0)
+      return {reinterpret_cast<const float *>(from), vectors_.token_stride / 4};
+    const Decoded rows = {to, row};
     for (int64_t t = 0; t < tokens; ++t, to += row, from += vectors_.token_stride) {
       if (run_) {
         run_(to, from, vectors_.dim, {{1.0f, 1.0f}, false, true, 0});
@@ -43,6 +54,7 @@ class Decoder {
         decode_(to, from, vectors_.dim);
       }
     }
+    return rows;
   }
 
   // Multiplies a number for each of `tokens` tokens by their scales. Scaling a score or a weight
@@ -131,9 +143,9 @@ class Job {
       float *const of_head = scores + h * repeats * chunk_;
       for (int64_t t = 0; t < tokens; t += kTile) {
         const int64_t count = std::min(kTile, tokens - t);
-        k_(keys, k_row_, begin + t, count, h);
-        with.dot(of_head + t, chunk_, query_.get() + h * repeats * k_row_, keys, k_row_, repeats,
-                 count);
+        const Decoded rows = k_(keys, k_row_, begin + t, count, h);
+        with.dot(of_head + t, chunk_, query_.get() + h * repeats * k_row_, rows.first, rows.step,
+                 k_row_, repeats, count);
       }
       for (int64_t r = 0; r < repeats; ++r) {
         float *const row = of_head + r * chunk_;
@@ -146,9 +158,9 @@ class Job {
     for (int64_t h = 0; h < plan_.num_kv_heads; ++h) {
       for (int64_t t = 0; t < tokens; t += kTile) {
         const int64_t count = std::min(kTile, tokens - t);
-        v_(values, v_row_, begin + t, count, h);
+        const Decoded rows = v_(values, v_row_, begin + t, count, h);
         with.add(sums_.get() + (at + h * repeats) * v_row_, scores + h * repeats * chunk_ + t,
-                 chunk_, values, v_row_, repeats, count);
+                 chunk_, rows.first, rows.step, v_row_, repeats, count);
       }
     }
   }

@@ -93,6 +93,7 @@ Converter::Converter(const PlanePair &pair, Stages *stages, uint64_t tokens, boo
       stages_(*stages),
       streaming_(streaming),
       run_(pair.src.dtype, pair.dst.dtype, pair.hadamard),
+      rows_(pair.hadamard ? nullptr : kernels().find_rows(pair.src.dtype, pair.dst.dtype)),
       to_floats_(kernels().find(pair.src.dtype, KVX_DTYPE_F32)),
       src_units_(units_of(pair.src.dtype, pair.head_dim)),
       dst_units_(units_of(pair.dst.dtype, pair.head_dim)),
@@ -144,7 +145,7 @@ void Converter::convert_tile(uint8_t *dst, const uint8_t *src, int64_t ahead, in
 }
 
 // Makes one call per vector, per token or for all, as far as vectors follow each other and share
-// scales.
+// scales, or there is a kernel for vectors that do not.
 void Converter::convert_each(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
                              int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
                              int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor,
@@ -157,18 +158,59 @@ void Converter::convert_each(uint8_t *dst, const Plane &to, const uint8_t *src, 
   if (!varies_ && follows(from.head_stride, to.head_stride, heads)) {
     run *= heads, src_bytes *= heads, dst_bytes *= heads, heads = 1;
     if (follows(from.token_stride, to.token_stride, tokens)) run *= tokens, tokens = 1;
+  } else if (varies_ && rows_) {
+    return convert_rows(dst, to, src, from, ahead, first_token, tokens, first_head, heads, scale,
+                        divisor, many);
   }
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t h = 0; h < heads; ++h) {
       const uint8_t *const vector = src + t * from.token_stride + h * from.head_stride;
-      const float factor = scale.at(first_token + t, first_head + h);
-      if (pair_.find_scales)
-        divisor.store(first_token + t, first_head + h, find_scale(vector, factor));
-      const Scaling scaling = {factor, divisor.at(first_token + t, first_head + h)};
+      const Scaling scaling = scaling_of(vector, first_token + t, first_head + h, scale, divisor);
       run_(dst + t * to.token_stride + h * to.head_stride, vector, run,
            {scaling, streaming_ && !stages_dst_, many, ahead});
     }
   }
+}
+
+// Rows are the heads of a token or, where its scales are those of all tokens, the tokens of a head:
+// the kernel prepares a scale once for rows that follow each other.
+void Converter::convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
+                             int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
+                             int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor,
+                             bool many) {
+  constexpr int64_t kMost = 64;
+  Scaling scalings[kMost];
+  const Conversion how = {{1.0f, 1.0f}, streaming_ && !stages_dst_, many, ahead};
+  const bool by_head =
+      !pair_.find_scales && !pair_.src_scales.token_stride && !pair_.dst_scales.token_stride;
+  const int64_t outer = by_head ? heads : tokens, inner = by_head ? tokens : heads;
+  const int64_t src_step = by_head ? from.token_stride : from.head_stride;
+  const int64_t dst_step = by_head ? to.token_stride : to.head_stride;
+  const auto place = [](const Plane &plane, int64_t token, int64_t head) {
+    return token * plane.token_stride + head * plane.head_stride;
+  };
+  for (int64_t i = 0; i < outer; ++i) {
+    for (int64_t first = 0; first < inner; first += kMost) {
+      const int64_t count = std::min(inner - first, kMost);
+      for (int64_t j = 0; j < count; ++j) {
+        const int64_t t = by_head ? first + j : i, h = by_head ? i : first + j;
+        scalings[j] = by_head && j ? scalings[0]
+                                   : scaling_of(src + place(from, t, h), first_token + t,
+                                                first_head + h, scale, divisor);
+      }
+      const int64_t t = by_head ? first : i, h = by_head ? i : first;
+      rows_({dst + place(to, t, h), src + place(from, t, h), dst_step, src_step, count,
+             pair_.head_dim},
+            scalings, how);
+    }
+  }
+}
+
+Scaling Converter::scaling_of(const uint8_t *vector, int64_t token, int64_t head,
+                              const ScaleCursor &scale, const ScaleCursor &divisor) const {
+  const float factor = scale.at(token, head);
+  if (pair_.find_scales) divisor.store(token, head, find_scale(vector, factor));
+  return {factor, divisor.at(token, head)};
 }
 
 float Converter::find_scale(const uint8_t *vector, float factor) const {

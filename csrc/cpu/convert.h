@@ -89,12 +89,20 @@ class Converter {
   void convert_each(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
                     int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
                     int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor, bool many);
+  // The same with a kernel for vectors whose scales differ.
+  void convert_rows(uint8_t *dst, const Plane &to, const uint8_t *src, const Plane &from,
+                    int64_t ahead, int64_t first_token, int64_t tokens, int64_t first_head,
+                    int64_t heads, const ScaleCursor &scale, const ScaleCursor &divisor, bool many);
+  // The scaling of a vector; finds and stores its divisor first if the call says so.
+  Scaling scaling_of(const uint8_t *vector, int64_t token, int64_t head, const ScaleCursor &scale,
+                     const ScaleCursor &divisor) const;
   float find_scale(const uint8_t *vector, float factor) const;
 
   const PlanePair &pair_;
   Stages &stages_;
   const bool streaming_;
   const RunConverter run_;
+  const ConvertRows rows_;               // NULL: a call for each vector
   const ConvertRun to_floats_;           // NULL: the source's vectors are decoded
   const int64_t src_units_, dst_units_;  // of a vector
   const bool stages_src_, stages_dst_;

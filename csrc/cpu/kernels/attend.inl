@@ -37,18 +37,18 @@ KVX_INLINE float sum_of(const Part (&lanes)[kParts]) {
 }
 
 // scores[r * stride + t] = query r . key t, four tokens at a time: there are rows and room for
-// them.
+// them. Keys are `step` numbers apart.
 static void dot_keys(float *scores, int64_t stride, const float *query, const float *keys,
-                     int64_t row, int64_t queries, int64_t tokens) {
+                     int64_t step, int64_t row, int64_t queries, int64_t tokens) {
   for (int64_t t = 0; t < tokens; t += 4) {
-    const float *const key = keys + t * row;
+    const float *const key = keys + t * step;
     for (int64_t r = 0; r < queries; ++r) {
       const float *const one = query + r * row;
       Part sums[4][kParts] = {};
       for (int64_t d = 0; d < row; d += kAttendLanes)
         for (int i = 0; i < 4; ++i)
           for (int p = 0; p < kParts; ++p)
-            sums[i][p] += part_at(one + d, p) * part_at(key + i * row + d, p);
+            sums[i][p] += part_at(one + d, p) * part_at(key + i * step + d, p);
       const Four a = four_of(sums[0]), b = four_of(sums[1]), c = four_of(sums[2]),
                  e = four_of(sums[3]);
       // As sum_of, for four tokens at once.
@@ -63,20 +63,32 @@ static void dot_keys(float *scores, int64_t stride, const float *query, const fl
   }
 }
 
-// sums[r] += weights[r * stride + t] * value t
-static void add_values(float *sums, const float *weights, int64_t stride, const float *values,
-                       int64_t row, int64_t queries, int64_t tokens) {
-  for (int64_t r = 0; r < queries; ++r) {
-    const float *const weight = weights + r * stride;
-    for (int64_t d = 0; d < row; d += kAttendLanes) {
-      Part sum[kParts];
-      for (int p = 0; p < kParts; ++p) sum[p] = part_at(sums + r * row + d, p);
-      const float *value = values + d;
-      for (int64_t t = 0; t < tokens; ++t, value += row)
-        for (int p = 0; p < kParts; ++p) sum[p] += part_at(value, p) * weight[t];
-      for (int p = 0; p < kParts; ++p) part_at(sums + r * row + d, p) = sum[p];
-    }
+// What add_values does for kQueries queries, which share the loads of values.
+template <int kQueries>
+KVX_INLINE void add_to(float *sums, const float *weights, int64_t stride, const float *values,
+                       int64_t step, int64_t row, int64_t tokens) {
+  for (int64_t d = 0; d < row; d += kAttendLanes) {
+    Part sum[kQueries][kParts];
+    for (int r = 0; r < kQueries; ++r)
+      for (int p = 0; p < kParts; ++p) sum[r][p] = part_at(sums + r * row + d, p);
+    const float *value = values + d;
+    for (int64_t t = 0; t < tokens; ++t, value += step)
+      for (int r = 0; r < kQueries; ++r)
+        for (int p = 0; p < kParts; ++p) sum[r][p] += part_at(value, p) * weights[r * stride + t];
+    for (int r = 0; r < kQueries; ++r)
+      for (int p = 0; p < kParts; ++p) part_at(sums + r * row + d, p) = sum[r][p];
   }
+}
+
+// sums[r] += weights[r * stride + t] * value t. Values are `step` numbers apart.
+static void add_values(float *sums, const float *weights, int64_t stride, const float *values,
+                       int64_t step, int64_t row, int64_t queries, int64_t tokens) {
+  constexpr int kTogether = KVX_VECTOR_BYTES >= 32 ? 4 : 2;  // their sums fit into registers
+  int64_t r = 0;
+  for (; r + kTogether <= queries; r += kTogether)
+    add_to<kTogether>(sums + r * row, weights + r * stride, stride, values, step, row, tokens);
+  for (; r < queries; ++r)
+    add_to<1>(sums + r * row, weights + r * stride, stride, values, step, row, tokens);
 }
 
 // exp of numbers up to 0, to 2e-7 of the result; 0 below -87, where results leave the normal range

@@ -108,3 +108,17 @@ void convert_run(void *dst, const void *src, int64_t count, const Conversion &ho
     compute_piece<Src, Dst>(reinterpret_cast<uint8_t *>(to + i), from + i, n, how);
   }
 }
+
+// The function that converts rows with scales of their own, for the table of kernels; NULL: there
+// is no better way than a call for each.
+template <class Src, class Dst>
+constexpr ConvertRows rows_of() {
+#if KVX_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<Src, Bf16> && std::is_same_v<Dst, E4m3>) return divide_rows;
+#endif
+#if KVX_VBMI
+  if constexpr (sizeof(typename Src::Bits) == 1 && std::is_same_v<Dst, Bf16>)
+    return decode_rows<Src>;
+#endif
+  return nullptr;
+}

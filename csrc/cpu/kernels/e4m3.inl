@@ -43,6 +43,9 @@ KVX_INLINE Words encode(Words x, const Divisor &divisor) {
   return magnitude > 0x7f80 ? Words{} + 0x7f : code | (x >> 8 & 0x80);
 }
 
+template <class Src, class Dst>
+void convert_run(void *dst, const void *src, int64_t count, const Conversion &how);
+
 // Converts the elements that fill whole vectors; returns their number.
 KVX_INLINE int64_t divide_to_e4m3(uint8_t *dst, const uint8_t *src, int64_t count,
                                   const Conversion &how) {
@@ -60,4 +63,17 @@ KVX_INLINE int64_t divide_to_e4m3(uint8_t *dst, const uint8_t *src, int64_t coun
     streams ? store_streaming(dst + i, codes) : store(dst + i, codes);
   }
   return count;
+}
+
+// Rows, each with a divisor of its own.
+void divide_rows(const ScaledRows &rows, const Scaling *scalings, const Conversion &how) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    uint8_t *const to = rows.dst + row * rows.dst_step;
+    const uint8_t *const from = rows.src + row * rows.src_step;
+    const Conversion own = {scalings[row], how.streaming, how.many, how.ahead};
+    if (rows.numbers % 64 || !Divisor::takes(own.scaling))
+      convert_run<Bf16, E4m3>(to, from, rows.numbers, own);
+    else
+      divide_to_e4m3(to, from, rows.numbers, own);
+  }
 }

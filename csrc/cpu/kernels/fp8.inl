@@ -21,6 +21,7 @@ class ByteTable {
     lower_ = load(bytes);
     upper_ = load(bytes + 64);
   }
+  KVX_MEMBER ByteTable(Vector lower, Vector upper) : lower_(lower), upper_(upper) {}
 
   KVX_MEMBER Vector operator[](Vector index) const {
     return Vector(_mm512_permutex2var_epi8(__m512i(lower_), __m512i(index), __m512i(upper_)));
@@ -51,6 +52,8 @@ struct Decoder {
       : scaling(by),
         top([&](int code) { return result(code) >> kTopBits; }),
         low([&](int code) { return result(code); }) {}
+  KVX_MEMBER Decoder(const Scaling &by, const ByteTable &top_bytes, const ByteTable &low_bytes)
+      : scaling(by), top(top_bytes), low(low_bytes) {}
 
   // Stores `map` of the results.
   template <bool kStreaming, class Map = Same>
@@ -302,4 +305,84 @@ const Coder *coder_for(const Conversion &how) {
     if (coder.scaling == how.scaling) return &coder;
   turn ^= 1;
   return &(last[turn] = Coder(how.scaling));
+}
+
+// ---- Rows of FP8 to BF16, each with a scale of its own ----
+
+// Makes the tables of a scale in some 20 instructions. The first 16 codes are multiplied by it;
+// those of a later octave are as those of the first one, but for the exponent.
+template <class Src>
+class RowDecoder {
+ public:
+  RowDecoder() {
+    constexpr int kMantissa = 23 - Src::Magnitude::kDropped, kOctave = 1 << kMantissa;
+    static_assert(2 * kOctave <= 16);
+    for (int code = 0; code < 16; ++code) first_[code] = Src::decode(static_cast<uint8_t>(code));
+    for (int code = 0; code < 128; ++code) {
+      const bool later = code >= 16;
+      at_[code] = static_cast<uint16_t>(later ? kOctave | (code & (kOctave - 1)) : code);
+      add_[code] = static_cast<uint16_t>(later ? ((code >> kMantissa) - 1) << 7 : 0);
+      const float value = Src::decode(static_cast<uint8_t>(code));
+      special_[code] = Bf16::encode(value);
+      if (!std::isfinite(value)) is_special_ |= code < 96 ? 0 : 1u << (code - 96);
+    }
+    for (int byte = 0; byte < 64; ++byte) even_[byte] = static_cast<uint8_t>(2 * byte);
+  }
+
+  // Whether all products are normal numbers, or zero.
+  static bool takes(const Scaling &by) {
+    return by.divisor == 1.0f && by.scale >= 0x1p-60f && by.scale <= 0x1p60f;
+  }
+
+  KVX_MEMBER Decoder<Src, Bf16> with(const Scaling &by) const {
+    const __m512 products = _mm512_mul_ps(_mm512_load_ps(first_), _mm512_set1_ps(by.scale));
+    const Floats bits = Floats(products), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const __m512i words = _mm512_zextsi256_si512(_mm512_cvtepi32_epi16(__m512i(rounded)));
+    // Codes 32 * i .. 32 * i + 31. From 32 on they are looked up at the same places.
+    const __m512i later = _mm512_permutexvar_epi16(part(at_, 1), words);
+    const __m512i all[4] = {
+        _mm512_add_epi16(_mm512_permutexvar_epi16(part(at_, 0), words), part(add_, 0)),
+        _mm512_add_epi16(later, part(add_, 1)), _mm512_add_epi16(later, part(add_, 2)),
+        _mm512_mask_mov_epi16(_mm512_add_epi16(later, part(add_, 3)), is_special_,
+                              part(special_, 3))};
+    const auto even = _mm512_load_si512(even_), odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+    const auto bytes = [&](__m512i which, int half) KVX_MEMBER {
+      return Vector(_mm512_permutex2var_epi8(all[2 * half], which, all[2 * half + 1]));
+    };
+    return {by, ByteTable(bytes(odd, 0), bytes(odd, 1)), ByteTable(bytes(even, 0), bytes(even, 1))};
+  }
+
+ private:
+  static KVX_MEMBER __m512i part(const uint16_t *words, int i) {
+    return _mm512_load_si512(words + 32 * i);
+  }
+
+  alignas(64) float first_[16];
+  alignas(64) uint16_t at_[128], add_[128], special_[128];
+  alignas(64) uint8_t even_[64];
+  __mmask32 is_special_ = 0;
+};
+
+template <class Src>
+void decode_rows(const ScaledRows &rows, const Scaling *scalings, const Conversion &how) {
+  static const RowDecoder<Src> decoder;
+  uint8_t *to = rows.dst;
+  const uint8_t *from = rows.src;
+  const Scaling *by = scalings, *const end = scalings + rows.count;
+  const auto next = [&]() KVX_MEMBER { ++by, to += rows.dst_step, from += rows.src_step; };
+  while (by < end) {
+    if (rows.numbers % 64 || !RowDecoder<Src>::takes(*by)) {
+      convert_run<Src, Bf16>(to, from, rows.numbers, {*by, how.streaming, how.many, how.ahead});
+      next();
+      continue;
+    }
+    const auto tables = decoder.with(*by);  // stay in registers
+    do {
+      if (how.streaming && bytes_to_alignment(to) == 0)
+        tables.template convert<true>(to, from, rows.numbers, how.ahead);
+      else
+        tables.template convert<false>(to, from, rows.numbers, how.ahead);
+      next();
+    } while (by < end && *by == tables.scaling);
+  }
 }

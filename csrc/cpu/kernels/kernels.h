@@ -32,6 +32,17 @@ struct Conversion {
 // Elements [0, count) of dst = encode(scaling(decode(src))), both contiguous.
 using ConvertRun = void (*)(void *dst, const void *src, int64_t count, const Conversion &how);
 
+// Vectors of `numbers` contiguous elements each, at distances in bytes.
+struct ScaledRows {
+  uint8_t *dst;
+  const uint8_t *src;
+  int64_t dst_step, src_step;
+  int64_t count, numbers;
+};
+// The same of rows, each with a scaling of its own; that of `how` is not used.
+using ConvertRows = void (*)(const ScaledRows &rows, const Scaling *scalings,
+                             const Conversion &how);
+
 // Vectors of a format from and to float32; `numbers` is a multiple of a unit's.
 using DecodeVector = void (*)(float *to, const uint8_t *from, int64_t numbers);
 using EncodeVector = void (*)(uint8_t *to, const float *from, int64_t numbers);
@@ -89,11 +100,11 @@ struct TurboQuantKernels {
 // attend.inl
 constexpr int kAttendLanes = 16;
 struct AttendKernels {
-  void (*dot)(float *scores, int64_t stride, const float *query, const float *keys, int64_t row,
-              int64_t queries, int64_t tokens);
+  void (*dot)(float *scores, int64_t stride, const float *query, const float *keys, int64_t step,
+              int64_t row, int64_t queries, int64_t tokens);
   void (*softmax)(float *scores, int64_t tokens, float *largest, float *weight);
-  void (*add)(float *sums, const float *weights, int64_t stride, const float *values, int64_t row,
-              int64_t queries, int64_t tokens);
+  void (*add)(float *sums, const float *weights, int64_t stride, const float *values, int64_t step,
+              int64_t row, int64_t queries, int64_t tokens);
 };
 
 // A stream of tokens of a compressed entry: keys, scores, and what is added to these, or NULL. `z`
@@ -123,8 +134,11 @@ struct Kernels {
   void (*copy)(const Loops &loops, uint8_t *dst, const uint8_t *src, const Next &next,
                bool streaming);
   ConvertRun convert[5][5];  // [src][dst], by fast_place
-  // [0] F16 and [1] BF16 to units of several numbers, by row_of; NULL where there is none.
-  ConvertRun halves[2][kNumFormats];
+  // NULL where a call for each row is as good.
+  ConvertRows convert_rows[5][5];  // [src][dst], by fast_place
+  // F16, BF16 and F32, by fast_place, to units of several numbers, by row_of, and back. NULL where
+  // there is none.
+  ConvertRun to_units[3][kNumFormats], units_to[3][kNumFormats];
   DecodeVector decode[kNumFormats];  // by row_of; NULL for formats that are not numbers
   EncodeVector encode[kNumFormats];
   AffineKernels zero, bias;  // of U8_ZERO, of U8_BIAS
@@ -145,9 +159,13 @@ struct Kernels {
 
   // The function that converts one format to another without float32 between; NULL: there is none.
   ConvertRun find(kvx_dtype_t src, kvx_dtype_t dst) const {
-    if (is_fast(src) && is_fast(dst)) return convert[fast_place(src)][fast_place(dst)];
-    const bool is_bf16 = src == KVX_DTYPE_BF16;
-    return is_bf16 || src == KVX_DTYPE_F16 ? halves[is_bf16][row_of(dst)] : nullptr;
+    const int from = fast_place(src), to = fast_place(dst);
+    if (from >= 0 && to >= 0) return convert[from][to];
+    if (from >= 0 && from < 3) return to_units[from][row_of(dst)];
+    return to >= 0 && to < 3 ? units_to[to][row_of(src)] : nullptr;
+  }
+  ConvertRows find_rows(kvx_dtype_t src, kvx_dtype_t dst) const {
+    return is_fast(src) && is_fast(dst) ? convert_rows[fast_place(src)][fast_place(dst)] : nullptr;
   }
 };
 

@@ -20,8 +20,13 @@
 #include "cpu/kernels/lossless.inl"
 #include "cpu/kernels/turboquant.inl"
 #include "cpu/kernels/units32.inl"
+#if KVX_VECTOR_BYTES >= 32
+#include "cpu/kernels/q8_0.inl"
+#endif
 #include "cpu/kernels/vectors.inl"
 #include "cpu/kernels/vectors_fp4.inl"
+#include "cpu/kernels/vectors_from_floats.inl"
+#include "cpu/kernels/vectors_to_floats.inl"
 #include "cpu/kernels/vectors_turboquant.inl"
 
 constexpr Kernels kKernels = {
@@ -39,13 +44,45 @@ constexpr Kernels kKernels = {
         {convert_run<E5m2, F16>, convert_run<E5m2, Bf16>, convert_run<E5m2, F32>,
          convert_run<E5m2, E4m3>, convert_run<E5m2, E5m2>},
     },
+    {
+        {rows_of<F16, F16>(), rows_of<F16, Bf16>(), rows_of<F16, F32>(), rows_of<F16, E4m3>(),
+         rows_of<F16, E5m2>()},
+        {rows_of<Bf16, F16>(), rows_of<Bf16, Bf16>(), rows_of<Bf16, F32>(), rows_of<Bf16, E4m3>(),
+         rows_of<Bf16, E5m2>()},
+        {rows_of<F32, F16>(), rows_of<F32, Bf16>(), rows_of<F32, F32>(), rows_of<F32, E4m3>(),
+         rows_of<F32, E5m2>()},
+        {rows_of<E4m3, F16>(), rows_of<E4m3, Bf16>(), rows_of<E4m3, F32>(), rows_of<E4m3, E4m3>(),
+         rows_of<E4m3, E5m2>()},
+        {rows_of<E5m2, F16>(), rows_of<E5m2, Bf16>(), rows_of<E5m2, F32>(), rows_of<E5m2, E4m3>(),
+         rows_of<E5m2, E5m2>()},
+    },
     {{nullptr,
-#define KVX_ROW(name, codec, ...) HalvesTo<F16, codec>::run,
+#define KVX_ROW(name, codec, ...) to_units<F16, codec>(),
       KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
      },
      {nullptr,
-#define KVX_ROW(name, codec, ...) HalvesTo<Bf16, codec>::run,
+#define KVX_ROW(name, codec, ...) to_units<Bf16, codec>(),
+      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+     },
+     {nullptr,
+#define KVX_ROW(name, codec, ...) to_units<F32, codec>(),
+      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+     }},
+    {{nullptr,
+#define KVX_ROW(name, codec, ...) units_to<codec, F16>(),
+      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+     },
+     {nullptr,
+#define KVX_ROW(name, codec, ...) units_to<codec, Bf16>(),
+      KVX_FORMATS(KVX_ROW)
+#undef KVX_ROW
+     },
+     {nullptr,
+#define KVX_ROW(name, codec, ...) units_to<codec, F32>(),
       KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
      }},

@@ -363,25 +363,8 @@ constexpr bool kInRegisters<AroundZero<kBits>> = true;
 template <int kBits>
 constexpr bool kInRegisters<FromLeast<kBits>> = true;
 
-// Encodes F16 and BF16 without a pass that widens them.
-template <class Format, class Codec>
-void encode_halves(void *dst, const void *src, int64_t count, const Conversion &how) {
-  constexpr int64_t kGroup = 8 * 32;
-  Halves<Format> from = {static_cast<const uint16_t *>(src)};
-  auto *to = static_cast<uint8_t *>(dst);
-  for (; count > 0; count -= kGroup, from = from + kGroup, to += 8 * Codec::kBytes) {
-    const auto units = static_cast<int>((count < kGroup ? count : kGroup) / 32);
-    if (how.ahead)
-      for (int unit = 0; unit < units; ++unit)
-        prefetch(reinterpret_cast<const uint8_t *>(from.at + 32 * unit) + how.ahead);
-    encode_units(Codec{}, to, from, units);
-  }
-}
-template <class Format, class Codec, bool = kInRegisters<Codec>>
-struct HalvesTo {
-  static constexpr ConvertRun run = encode_halves<Format, Codec>;
-};
-template <class Format, class Codec>
-struct HalvesTo<Format, Codec, false> {
-  static constexpr ConvertRun run = nullptr;
-};
+// Whether encode_q8_0 takes them, which x86 has.
+template <class Codec>
+constexpr bool kWithScalesAhead = KVX_VECTOR_BYTES >= 32 && std::is_same_v<Codec, Q8_0>;
+template <class From>
+void encode_q8_0(uint8_t *to, From from, int64_t units, int64_t ahead);

@@ -39,6 +39,8 @@ void decode_vector(float *__restrict to, const uint8_t *__restrict from, int64_t
 template <class Codec>
 void encode_vector(uint8_t *__restrict to, const float *__restrict from, int64_t numbers) {
   constexpr int kNumbers = Unit<Codec>::kNumbers, kBytes = Unit<Codec>::kBytes;
+  if constexpr (kIsScalar<Codec>) return convert_each<F32, Codec>(to, from, numbers, Codec::encode);
+  if constexpr (kWithScalesAhead<Codec>) return encode_q8_0(to, from, numbers / 32, 0);
   int64_t n = 0;
   if constexpr (kWide<Codec> != 0)
     for (; n + kWide<Codec> <= numbers; n += kWide<Codec>)
