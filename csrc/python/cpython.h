@@ -49,6 +49,7 @@ PyObject *PyCapsule_New(void *pointer, const char *name, PyCapsule_Destructor de
 void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
 Py_ssize_t PyTuple_Size(PyObject *tuple);
 char *PyBytes_AsString(PyObject *bytes);
+const char *PyUnicode_AsUTF8AndSize(PyObject *text, Py_ssize_t *num_bytes);
 int PyObject_GetBuffer(PyObject *object, Py_buffer *buffer, int flags);
 void PyBuffer_Release(Py_buffer *buffer);
 PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t num_bytes);

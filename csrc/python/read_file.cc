@@ -1,27 +1,12 @@
-// Opens a file below a folder, marks it as used and reads its first bytes: what a load of a store
-// does for each of its files, in one call that holds the GIL only at its ends.
-#include <errno.h>
-#include <fcntl.h>
-#include <stdint.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/uio.h>
-#include <unistd.h>
-
+// Opens a file below a folder, marks it as used and reads its first bytes, in one call that holds
+// the GIL only at its ends.
 #include "cpython.h"
+#include "files.h"
 #include "kvx/kvx_abi.h"
 
+namespace kvx {
 namespace {
 
-// Source: Linux include/uapi/linux/openat2.h, struct open_how, RESOLVE_NO_SYMLINKS
-constexpr long kOpenat2 = 437;
-struct OpenHow {
-  uint64_t flags, mode, resolve;
-};
-constexpr uint64_t kNoSymlinks = 0x04;
-
-// Without O_NONBLOCK, opening a FIFO waits for a writer.
-constexpr uint64_t kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
 constexpr int kMostViews = 64;
 
 struct Views {
@@ -42,35 +27,6 @@ struct Views {
   }
 };
 
-int opened(int folder, const char *path) {
-  const OpenHow how = {kFlags, 0, kNoSymlinks};
-  long handle;
-  do {
-    handle = syscall(kOpenat2, folder, path, &how, sizeof how);
-  } while (handle < 0 && errno == EINTR);
-  return handle < 0 ? -errno : static_cast<int>(handle);
-}
-
-// Fills the parts as far as the file goes. The number of bytes, or minus an errno.
-int64_t filled(int handle, iovec *parts, int num) {
-  int64_t total = 0;
-  while (num) {
-    ssize_t count = preadv(handle, parts, num, total);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return -errno;
-    if (!count) break;
-    total += count;
-    for (; num && static_cast<size_t>(count) >= parts->iov_len; ++parts, --num) {
-      count -= static_cast<ssize_t>(parts->iov_len);
-    }
-    if (num) {
-      parts->iov_base = static_cast<char *>(parts->iov_base) + count;
-      parts->iov_len -= static_cast<size_t>(count);
-    }
-  }
-  return total;
-}
-
 struct Found {
   int64_t handle;  // or minus an errno
   int64_t size = 0;
@@ -80,17 +36,14 @@ struct Found {
 Found found(int folder, const char *path, int64_t least, int64_t most, Views *views) {
   const int handle = opened(folder, path);
   if (handle < 0) return {handle};
-  struct stat status;
-  const int error = fstat(handle, &status) ? errno : S_ISREG(status.st_mode) ? 0 : ENXIO;
-  if (error) {
+  const int64_t size = size_of(handle);
+  if (size < 0) {
     close(handle);
-    return {-error};
+    return {size};
   }
-  futimens(handle, nullptr);  // now; it may be another user's
-  Found found = {handle, status.st_size};
-  if (least <= found.size && found.size <= most) {
-    found.count = filled(handle, views->parts, views->num);
-  }
+  mark_as_used(handle);
+  Found found = {handle, size};
+  if (least <= size && size <= most) found.count = filled(handle, views->parts, views->num);
   return found;
 }
 
@@ -130,8 +83,9 @@ PyObject *run(PyObject *, PyObject *const *args, Py_ssize_t num_args) {
 }
 
 }  // namespace
+}  // namespace kvx
 
 extern "C" KVX_API PyObject *kvx_python_read_file(void) {
-  static PyMethodDef method = {"kvx.read_file", &run, METH_FASTCALL, nullptr};
+  static PyMethodDef method = {"kvx.read_file", &kvx::run, METH_FASTCALL, nullptr};
   return PyCFunction_NewEx(&method, nullptr, nullptr);
 }

@@ -23,8 +23,10 @@ from ctypes import (
     POINTER,
     byref,
     c_bool,
+    c_char_p,
     c_int,
     c_int64,
+    c_size_t,
     c_ssize_t,
     c_uint32,
     c_uint64,
@@ -42,6 +44,8 @@ from kvx_core.types import Memory
 MOVED, KEY, VALUE, INDICES, LENS, SIZES = 1, 2, 4, 8, 16, 32  # Left of csrc/python/bound.cc
 FAILED = 8  # migrate returns minus (a status << FAILED)
 _EXCHANGE_API = "__dlpack_c_exchange_api__"
+# For this processor, or for all of its sort.
+_XXH3 = ("XXH3_128bits_dispatch", "XXH3_128bits")
 _WORD = ctypes.sizeof(c_void_p)
 _IS_NEG = "_ZN2at6native6is_negERKNS_6TensorE"  # bool at::native::is_neg(const at::Tensor &)
 
@@ -73,6 +77,16 @@ class _Held(ctypes.Structure):
     """Held of csrc/python/tensors.h."""
 
     _fields_ = (("tensors", POINTER(_HeldTensor)), ("num_tensors", c_ssize_t))
+
+
+class _Hash(ctypes.Structure):
+    """XXH128_hash_t. Source: https://github.com/Cyan4973/xxHash/blob/dev/xxhash.h"""
+
+    _fields_ = (("low", c_uint64), ("high", c_uint64))
+
+    @property
+    def digest(self) -> bytes:
+        return int(self.high << 64 | self.low).to_bytes(16, "big")
 
 
 class _Binding(ctypes.Structure):
@@ -266,6 +280,36 @@ def read_file() -> Callable[..., tuple[int, int, int]]:
     return function
 
 
+@cache
+def read_chunks() -> Callable[..., tuple[bytes, bytes]] | None:
+    """(folder, names, plans, starts, memory, places) -> (good, found): reads at most 64 files of
+    chunks below a folder, checks all that is read and marks them as used, without the GIL.
+
+    folder: a handle. To names, relative to it, no symbolic link may lead
+    plans:  what is read of each: see packed_plan
+    starts: the position of its first token that each must have
+    places: where the data of each begin in memory, a writable buffer
+    good:   of each file 1, or 0: nothing is said of it, and its place may have any bytes
+    found:  of all files, one after another, parent and ids of those that are good
+    None: the package xxhash shows C no XXH3.
+    """
+    from xxhash import xxh3_128_digest  # which GPU machines may not have
+
+    library = ctypes.CDLL(sys.modules[xxh3_128_digest.__module__].__file__)
+    for name in _XXH3:
+        xxh3 = getattr(library, name, None)
+        if xxh3 is not None:
+            xxh3.argtypes, xxh3.restype = (c_char_p, c_size_t), _Hash
+            texts = [bytes(range(n)) for n in (0, 7, 250)]
+            if all(xxh3(text, len(text)).digest == xxh3_128_digest(text) for text in texts):
+                address = ctypes.cast(xxh3, c_void_p)
+                function: Callable[..., tuple[bytes, bytes]] = _library().kvx_python_read_chunks(
+                    address, library
+                )
+                return function
+    return None
+
+
 def identity() -> Callable[..., bytes | int]:
     """Address, device, dtype, shape and strides of up to 4 tensors or None, as bytes."""
     tensors = _torch_type()
@@ -331,6 +375,8 @@ def _library() -> Any:
     library.kvx_python_append.restype = py_object
     library.kvx_python_read_file.argtypes = ()
     library.kvx_python_read_file.restype = py_object
+    library.kvx_python_read_chunks.argtypes = (c_void_p, py_object)
+    library.kvx_python_read_chunks.restype = py_object
     for name in ("write", "layers", "gather", "migrate", "plan"):
         getattr(library, f"kvx_python_{name}").restype = py_object
     return library

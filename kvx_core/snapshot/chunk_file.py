@@ -166,22 +166,9 @@ class ChunkFile:
             raise
 
     def snapshot(self, wanted: Wanted, room: Room, at: int, memory: Bytes) -> Snapshot:
-        """What has been read into memory that a room has given at `at`."""
-        place, record = wanted.selection.place, self._record
-        snapshot = Snapshot(
-            Header(record.start, self.parent, wanted.parts),
-            record.tokens,
-            place.tensors,
-            memory,
-            room=room,
-            at=at,
-            place=place,
-            name=self.name,
-        )
-        for scale in wanted.selection.scales:
-            if not are_good(snapshot.array(scale)):
-                raise CorruptError(f"{self.name}: {scale} has a number that is no scale")
-        return snapshot
+        """What has been read into memory that a room has given at `at`. Raises CorruptError."""
+        header = Header(self.start, self.parent, wanted.parts)
+        return snapshot_of(header, self.tokens, wanted, room, at, memory, self.name)
 
     def check_size(self) -> None:
         """Raises CorruptError if no file of its kind and number of tokens is as long."""
@@ -306,6 +293,29 @@ class ChunkFile:
     def _offset(self, index: int) -> int:
         """Where a piece begins in the file."""
         return self.layout.head.num_bytes + sum(self._record.sizes[:index])
+
+
+def snapshot_of(
+    header: Header,
+    tokens: npt.NDArray[np.int64],
+    wanted: Wanted,
+    room: Room,
+    at: int,
+    memory: Bytes,
+    name: str,
+) -> Snapshot:
+    """What has been read into memory that a room has given at `at`.
+
+    Raises CorruptError if a scale is none.
+    """
+    place = wanted.selection.place
+    found = Snapshot(
+        header, tokens, place.tensors, memory, room=room, at=at, place=place, name=name
+    )
+    for scale in wanted.selection.scales:
+        if not are_good(found.array(scale)):
+            raise CorruptError(f"{name}: {scale} has a number that is no scale")
+    return found
 
 
 def _buffer() -> memoryview:

@@ -5,13 +5,21 @@ Format: docs/store_format.md, "Entries".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from kvx_core._c import bound
 from kvx_core._c.os_files import OpenFile
-from kvx_core.snapshot.chunk_file import ChunkFile, Wanted, data_of
+from kvx_core.snapshot.chunk_file import ChunkFile, Wanted, data_of, snapshot_of
+from kvx_core.snapshot.contents import Header
+from kvx_core.snapshot.errors import CorruptError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
+from kvx_core.snapshot.record import ID_BYTES, KEY_BYTES
 from kvx_core.snapshot.room import Room
 from kvx_core.snapshot.snapshot import Snapshot
 
@@ -20,6 +28,47 @@ if TYPE_CHECKING:
 
 # BlobStore.fetch
 Fetch = Callable[[str, tuple[memoryview, ...], int, int], OpenFile | None]
+
+
+class ToRead(NamedTuple):
+    """A file that is read."""
+
+    name: str
+    key: str  # that its tokens must have
+    wanted: Wanted
+    start: int  # that it must have: the position of its first token
+    place: int  # where its data begin in the memory that is read into
+
+
+def read_chunks(
+    folder: int, files: Sequence[ToRead], room: Room, at: int, memory: Bytes
+) -> list[Snapshot | None]:
+    """The snapshots in files that C reads and checks without the GIL; None: `read_chunk` reads the
+    file, or says why not.
+
+    folder: a handle of the directory that names are relative to, without symbolic links
+    files:  at most MOST_FILES
+    room:   that they were made for, which has given the memory at `at`
+    """
+    read, snapshots = bound.read_chunks(), list[Snapshot | None]([None] * len(files))
+    quick = [(i, file) for i, file in enumerate(files) if file.wanted.selection.plan is not None]
+    if read is None or not quick:
+        return snapshots
+    names, _, wanteds, starts, places = zip(*(file for _, file in quick), strict=True)
+    plans = tuple(wanted.selection.plan for wanted in wanteds)
+    good, found = read(folder, names, plans, starts, memory.data, places)
+    view, ids, begin = memoryview(found), np.frombuffer(found, "<i8"), 0
+    for (i, file), is_good in zip(quick, good, strict=True):
+        name, key, wanted, start, place = file
+        first, begin = begin, begin + KEY_BYTES + ID_BYTES * wanted.layout.num_tokens
+        if not is_good or hashlib.sha256(view[first:begin]).hexdigest() != key:
+            continue
+        header = Header(start, found[first : first + KEY_BYTES].hex(), wanted.parts)
+        tokens = ids[(first + KEY_BYTES) // ID_BYTES : begin // ID_BYTES]
+        own = memory[place : place + wanted.selection.place.num_bytes]
+        with suppress(CorruptError):
+            snapshots[i] = snapshot_of(header, tokens, wanted, room, at + place, own, name)
+    return snapshots
 
 
 def read_chunk(

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.contents import Header, Stored, is_scale, names_of
 from kvx_core.snapshot.pieces import Group, Piece, Range, cut, groups_of, runs_of
+from kvx_core.snapshot.read_plan import packed_plan
 from kvx_core.snapshot.record import Form, Head
 from kvx_core.snapshot.room import Placed, placed
 
@@ -25,6 +26,7 @@ class Selection(NamedTuple):
     place: Placed  # of their tensors in memory
     groups: tuple[Group, ...]
     scales: tuple[str, ...]  # names of those among the tensors
+    plan: bytes | None  # for C, which reads it from most files; None: C does not
 
 
 class Source(NamedTuple):
@@ -50,6 +52,7 @@ class FileLayout:
     entry_tokens: frozenset[int]  # files begin at multiples of them
     least_bytes: int  # of a file
     most_bytes: int
+    _kind: bytes  # digest of their kind
     _selections: dict[tuple[tuple[int, ...], int], Selection] = field(default_factory=dict)
     _sources: dict[int, tuple[Mapping[str, Stored], Source]] = field(default_factory=dict)
 
@@ -62,9 +65,11 @@ class FileLayout:
         *,
         signed: bool,
         encrypted: bool,
+        digest: bytes,
         kind: bytes = b"",
     ) -> Self:
         """tensors: in the order of the file
+        digest:  of the kind
         kind:    its text, if files have it with them
         """
         num_bytes, placed_tensors = 0, dict[str, Stored]()
@@ -90,6 +95,7 @@ class FileLayout:
             frozenset(per - {0, 1}),
             head.num_bytes + (len(pieces) if is_coded else num_bytes),
             head.num_bytes + num_bytes,
+            digest,
         )
 
     def selection(self, layers: Sequence[int], room_tokens: int) -> Selection:
@@ -106,7 +112,8 @@ class FileLayout:
             place = placed(self.header, self.tensors, names, room_tokens)
             groups = tuple(groups_of(self.pieces, place.tensors))
             scales = tuple(filter(is_scale, names))
-            found = self._selections[key] = Selection(place, groups, scales)
+            plan = packed_plan(self, groups, place.num_bytes, self._kind)
+            found = self._selections[key] = Selection(place, groups, scales, plan)
         return found
 
     def source(self, tensors: Mapping[str, Stored]) -> Source:

@@ -227,6 +227,7 @@ class Kind:
                 num_tokens,
                 signed=self.keyed,
                 encrypted=self.encrypted,
+                digest=self.digest,
                 kind=b"" if self.prefix is None else self.text,
             )
             num_pieces = sum(len(one.pieces) for one in (found, *self._layouts.values()))

@@ -24,7 +24,8 @@ PAGE = 4096
 MAGIC = b"KVXCHNK3"
 SIGNED, ENCRYPTED = 1, 2  # flags
 CLEAR_BYTES = 68  # of a record, which encrypted ones begin with
-RANDOM_BYTES = 32
+RANDOM_BYTES = KEY_BYTES = 32
+START_BYTES = ID_BYTES = 8
 _FIXED_BYTES = 140
 _BEGIN = Struct("<8s3I")  # what tells how long a record is
 _KEYS = Struct("<2Q32s")  # behind it

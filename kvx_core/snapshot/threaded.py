@@ -40,9 +40,9 @@ class Job(Generic[_T, _R]):
         self._results: list[Any] = [None] * len(items)
         self._next = self._running = 0  # the item that is begun next; items that are being done
         self._error: tuple[int, BaseException] | None = None  # of the first item that has failed
-        self._changed = threading.Condition(threading.Lock())  # of the three above
         self.num_helpers = 0
-        if num_bytes >= _LEAST_BYTES:
+        if num_bytes >= _LEAST_BYTES and items:
+            self._changed = threading.Condition(threading.Lock())  # of the three above
             most = min(_num_threads(), _MAX_THREADS) - 1
             self.num_helpers = _helpers.help(self, min(most, len(items)))
 
@@ -51,6 +51,8 @@ class Job(Generic[_T, _R]):
 
         Raises what the first of them raises that fails; later ones may not be made then.
         """
+        if not self.num_helpers:
+            return [self._work(item) for item in self._items]
         self.run()
         self._wait()
         results, self._results = self._results, []
@@ -65,6 +67,8 @@ class Job(Generic[_T, _R]):
 
     def stop(self) -> None:
         """Begins no more calls, and waits for those that have begun."""
+        if not self.num_helpers:
+            return
         with self._changed:
             self._next = len(self._items)
         self._wait()

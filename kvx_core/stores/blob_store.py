@@ -90,6 +90,12 @@ class BlobStore(ABC):
         except OSError as error:
             raise StoreError(f"{self.path_of(name)} cannot be read: {error}") from error
 
+    def folder(self) -> int | None:
+        """A handle of the directory that files lie below by their names, for who opens them there
+        and follows no symbolic link; the caller closes it. None: `fetch` opens them.
+        """
+        return None
+
     def put_all(self, files: Sequence[tuple[str, Write]], num_bytes: int = 0) -> list[Put]:
         """`put` for each name and `write`: what it returns, or the StoreError that it raises.
 

@@ -212,6 +212,15 @@ class Directory(BlobStore):
             raise self._failure(name, "read", error) from error
         return found
 
+    def folder(self) -> int | None:
+        """As BlobStore.folder; None where a subclass has a `fetch` of its own."""
+        if getattr(self.fetch, "__func__", None) is not Directory.fetch:
+            return None
+        try:
+            return self._root.open()
+        except OSError:
+            return None
+
     def names(self, folder: str) -> list[str]:
         """As BlobStore.names; empty for a folder that cannot be read.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 
+from kvx_core._c.os_files import close
 from kvx_core.snapshot import CorruptError, Precision, Room, Snapshot, StoreError
-from kvx_core.snapshot.chunk_file import Wanted
-from kvx_core.snapshot.chunk_reads import is_chunk, read_chunk
+from kvx_core.snapshot.chunk_reads import ToRead, is_chunk, read_chunk, read_chunks
 from kvx_core.snapshot.errors import OtherKeyError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
@@ -16,7 +17,7 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.index import Index, NotCached
 from kvx_core.stores.marks import Mark, Marks
-from kvx_core.stores.names import EntryName, Ids, entry_name
+from kvx_core.stores.names import Ids, entry_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +81,48 @@ class Entries:
             pass
         return False
 
-    def read(
-        self, name: EntryName, wanted: Wanted, room: Room, taken: tuple[int, Bytes]
-    ) -> Snapshot:
-        """What an entry has of what is wanted, in memory of a room. A corrupt file is deleted.
+    def read_all(
+        self, files: Sequence[ToRead], room: Room, at: int, memory: Bytes
+    ) -> list[Snapshot | StoreError]:
+        """What entries have of what is wanted, in memory that a room has given at `at`; or why not.
+        Corrupt files are deleted.
 
-        taken: see read_chunk
-        Raises StoreError.
+        files: at most MOST_FILES
         """
-        fetch, secrets, key = self.blobs.fetch, self.secrets, name.key
+        found: list[Snapshot | StoreError] = []
+        folder = self.blobs.folder()
+        quick: list[Snapshot | None] = [None] * len(files)
+        if folder is not None:
+            try:
+                quick = read_chunks(folder, files, room, at, memory)
+            finally:
+                close(folder)
+        for file, one in zip(files, quick, strict=True):
+            try:
+                found.append(one or self._read(file, room, at, memory))
+            except StoreError as error:
+                found.append(error)
+        good = (f.name for f, one in zip(files, found, strict=True) if isinstance(one, Snapshot))
+        self.index.held(*good)
+        return found
+
+    def _read(self, file: ToRead, room: Room, at: int, memory: Bytes) -> Snapshot:
+        """The same for one file, whatever there is to say of it. Raises StoreError."""
+        name, wanted, place = file.name, file.wanted, file.place
+        taken = at + place, memory[place : place + wanted.selection.place.num_bytes]
+        fetch, secrets, key = self.blobs.fetch, self.secrets, file.key
         try:
-            found = read_chunk(
-                fetch, wanted, secrets, name=name.name, key=key, room=room, taken=taken
-            )
+            found = read_chunk(fetch, wanted, secrets, name=name, key=key, room=room, taken=taken)
         except CorruptError:
-            self.discard(name.name)
+            self.discard(name)
             raise
         if found is None:
-            self.index.missed(name.name)
-            raise StoreError(f"{name.name} is not in the store (any more)")
+            self.index.missed(name)
+            raise StoreError(f"{name} is not in the store (any more)")
+        if found.header.start != file.start:
+            raise StoreError(
+                f"{name} holds tokens from {found.header.start}, expected {file.start}"
+            )
         return found
 
     def marked(

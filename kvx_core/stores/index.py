@@ -52,11 +52,12 @@ class Index:
             self._saw(name)
             _remember(self._good, name, None)
 
-    def held(self, name: str) -> None:
-        """This process has read all of a file just now, and it was good."""
+    def held(self, *names: str) -> None:
+        """This process has read all of these files just now, and they were good."""
         with self._lock:
-            self._saw(name)
-            _remember(self._held, name, None)
+            for name in names:
+                self._saw(name)
+                _remember(self._held, name, None)
 
     def expect(self, name: str) -> None:
         """This process is about to write a file: `wrote`, `missed` or `doubt` follows."""

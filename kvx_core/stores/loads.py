@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from kvx_core.snapshot import (
@@ -24,19 +25,21 @@ from kvx_core.snapshot import (
     restore_all,
 )
 from kvx_core.snapshot.chunk_file import Wanted
+from kvx_core.snapshot.chunk_reads import ToRead
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
+from kvx_core.snapshot.read_plan import MOST_FILES
 from kvx_core.snapshot.threaded import Job
 from kvx_core.stores.entries import Entries, LoadedPrecision
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.match import StoredSpan
-from kvx_core.stores.names import EntryName, parse_entry
+from kvx_core.stores.names import parse_entry
 from kvx_core.stores.rooms import Rooms
 from kvx_core.types import Memory
 
 _TOGETHER = 16 << 20  # bytes of files that are copied together
 _TOGETHER_ON_DEVICE = 32 << 20  # where to begin a copy takes longer
-_LARGE = 1 << 20  # bytes; smaller files are read by one thread, most of whose time is Python's
+_LARGE = 1 << 20  # bytes of a file; smaller ones are read several at a time
 _MAX_FITTING = 32  # kinds of files that a view is known to take
 
 
@@ -102,15 +105,15 @@ class Loads:
             load.run(needed)
         return load.num_bytes
 
-    def file(self, name: str) -> tuple[EntryName, Kind]:
-        """What a name in a match says. Raises StoreError if it is none of this store."""
+    def file(self, name: str) -> tuple[str, Kind]:
+        """The key and kind in a name of a match. Raises StoreError if it is none of this store."""
         found = parse_entry(name)
         kind = None
         if found is not None and found.space == self.kinds.record.name:
             kind = self.kinds.get(found.kind)
         if found is None or kind is None:
             raise StoreError(f"{name!r} is not the name of a file of this store")
-        return found, kind
+        return found.key, kind
 
     def sources(
         self,
@@ -186,14 +189,13 @@ class Loads:
         ]
 
 
-class _File(NamedTuple):
-    """A file that is read."""
+class _Part(NamedTuple):
+    """Files that are read one after another, by one thread."""
 
-    source: _Source
-    name: EntryName
-    start: int  # position in the sequence of its first token
+    files: list[ToRead]
     room: Room
-    taken: tuple[int, Bytes]  # of the room
+    at: int  # where its memory begins in the room
+    memory: Bytes
 
 
 class _Planned(NamedTuple):
@@ -208,7 +210,7 @@ class _Batch(NamedTuple):
     """Spans that are read together, into one room."""
 
     spans: list[_Planned]
-    job: Job[_File, Snapshot | StoreError]
+    job: Job[_Part, list[Snapshot | StoreError]]
 
 
 @dataclass(slots=True)
@@ -230,12 +232,15 @@ class _Load:
     _first: int = 0  # token of the sequence that is copied from them
     _last: int = 0  # one past the last
     _nulls: list[Nulls] = field(default_factory=list)
+    _takes: tuple[bool, ...] = ()  # all sections, if they take all tokens; else see _plan_of
     # By tokens of an entry, which sections take something, and kinds of the files.
-    _plans: dict[tuple[int, tuple[bool, ...], tuple[str, ...]], _Plan] = field(default_factory=dict)
+    _plans: dict[tuple[object, ...], _Plan] = field(default_factory=dict)
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
         self._raise_if_cancelled()
         self._nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
+        if not any(null.may_be_any for null in self._nulls):
+            self._takes = (True,) * len(self._nulls)
         left, room, other = deque(spans), self.new_room(), None
         batch = self._begin(left, room)
         try:
@@ -259,46 +264,54 @@ class _Load:
 
         Nobody needs what was in the room.
         """
-        planned, files, num_bytes = list[_Planned](), list[_File](), 0
+        planned, files, num_bytes = list[_Planned](), list[ToRead](), 0
         while left:
             span = left[0]
             lo, hi = max(self.start, span.start), min(self.stop, span.stop)
             try:
-                plan, names = self._plan_of(span, lo, hi, room)
+                plan, keys = self._plan_of(span, lo, hi, room)
                 if not files:
                     room.clear(plan.num_bytes, self.together // max(plan.num_bytes, 1))
-                elif not room.has(plan.num_bytes):
+                elif not room.has(num_bytes + plan.num_bytes):
                     break
             except StoreError as error:
                 planned.append(_Planned(lo, hi, error))
             else:
                 planned.append(_Planned(lo, hi, plan))
-                for source in plan.sources:
-                    taken = room.take(source.wanted.selection.place.num_bytes)
-                    files.append(_File(source, names[source.number], span.start, room, taken))
-                num_bytes += plan.num_bytes
+                for i, _, _, wanted in plan.sources:
+                    files.append(ToRead(span.names[i], keys[i], wanted, span.start, num_bytes))
+                    num_bytes += wanted.selection.place.num_bytes
             left.popleft()
-        are_large = num_bytes >= _LARGE * len(files)
-        return _Batch(planned, Job(self._read, files, num_bytes if are_large else 0))
+        if not files:
+            return _Batch(planned, Job(self._read, [], 0))
+        at, memory = room.take(num_bytes)
+        each = max(1, min(MOST_FILES, _LARGE * len(files) // max(num_bytes, 1)))
+        parts = [_Part(files[i : i + each], room, at, memory) for i in range(0, len(files), each)]
+        # Without C, small files take Python longer than the disk, and threads are no help.
+        are_shared = num_bytes >= _LARGE * len(files) or all(
+            file.wanted.selection.plan is not None for file in files
+        )
+        return _Batch(planned, Job(self._read, parts, num_bytes if are_shared else 0))
 
-    def _plan_of(
-        self, span: StoredSpan, lo: int, hi: int, room: Room
-    ) -> tuple[_Plan, list[EntryName]]:
-        """What the sections need of tokens `lo` to `hi`, and the files. Raises StoreError."""
+    def _plan_of(self, span: StoredSpan, lo: int, hi: int, room: Room) -> tuple[_Plan, list[str]]:
+        """What the sections need of tokens `lo` to `hi`, and the files' keys. Raises StoreError."""
         num_tokens = span.num_entry_tokens
         if not span.stop - span.start <= num_tokens <= self.of.chunk_tokens:
             raise StoreError(
                 f"{', '.join(span.names)} hold {num_tokens} tokens, expected tokens {span.start} "
                 f"to {span.stop} of a chunk"
             )
-        files = [self.of.file(name) for name in span.names]
-        takes = tuple(not null.all(lo, hi) for null in self._nulls)
-        key = num_tokens, takes, tuple(kind.id for _, kind in files)
-        plan = self._plans.get(key)
+        keys, kinds = list[str](), list[Kind]()
+        for name in span.names:
+            key, kind = self.of.file(name)
+            keys.append(key)
+            kinds.append(kind)
+        takes = self._takes or tuple(not null.all(lo, hi) for null in self._nulls)
+        like = num_tokens, takes, *kinds
+        plan = self._plans.get(like)
         if plan is None:
-            kinds = [kind for _, kind in files]
-            plan = self._plans[key] = self._plan(span, kinds, takes, room)
-        return plan, [name for name, _ in files]
+            plan = self._plans[like] = self._plan(span, kinds, takes, room)
+        return plan, keys
 
     def _plan(
         self, span: StoredSpan, kinds: Sequence[Kind], takes: Sequence[bool], room: Room
@@ -313,24 +326,18 @@ class _Load:
         coarser = frozenset(each for kind in kinds for each in self.of.kinds.coarser(kind))
         return _Plan(sources, num_bytes, coarser)
 
-    def _read(self, file: _File) -> Snapshot | StoreError:
-        """What is in a file, or why it is not loaded. A corrupt one is deleted."""
-        name, entries = file.name, self.of.entries
+    def _read(self, part: _Part) -> list[Snapshot | StoreError]:
+        """What is in files, or why it is not loaded. Corrupt ones are deleted."""
+        files, room, at, memory = part
         try:
             self._raise_if_cancelled()
-            snapshot = entries.read(name, file.source.wanted, file.room, file.taken)
-            if snapshot.header.start != file.start:
-                raise StoreError(
-                    f"{name.name} holds tokens from {snapshot.header.start}, expected {file.start}"
-                )
         except StoreError as error:
-            return error
-        entries.index.held(name.name)
-        return snapshot
+            return [error] * len(files)
+        return self.of.entries.read_all(files, room, at, memory)
 
-    def _copy(self, batch: _Batch, read: Sequence[Snapshot | StoreError]) -> None:
+    def _copy(self, batch: _Batch, read: Sequence[list[Snapshot | StoreError]]) -> None:
         """Copies what has been read, up to the first bad file. Raises why it is bad."""
-        files = iter(read)
+        files = chain.from_iterable(read)
         for lo, hi, plan in batch.spans:
             self._raise_if_cancelled()
             if isinstance(plan, StoreError):

@@ -99,7 +99,7 @@ def model_record(space: str) -> str:
 def parse_entry(name: str) -> EntryName | None:
     """Parses the name of an entry's file; None if it is another one."""
     found = _ENTRY.fullmatch(name)
-    return found and EntryName(name, found["space"], found["key"], found["kind"])
+    return found and EntryName(name, *found.group("space", "key", "kind"))
 
 
 def is_mark(name: str) -> bool:
