@@ -1,4 +1,5 @@
-"""The cost of a call that copies almost nothing: one token, one layer, on one thread.
+"""The cost of a call that copies almost nothing: one token, on one thread, of one layer, or of two
+where a migration has no number of layers in its name.
 
 Every way of calling is timed in batches, interleaved, beside five `tensor.data_ptr()` calls: the
 least that any binding for torch tensors has to do. Run with `python -m benchmarks call_overhead`.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from kvx_core import (
     CacheView,
     GatherPlan,
     Layout,
+    Plan,
     SlotMapping,
     WritePlan,
 )
@@ -30,6 +33,8 @@ from kvx_core._c import abi
 
 _FLOOR = "5 x data_ptr()"
 _IN_C = "kvx_write_kv in C"
+_RUN = "plan.run({0}, src_block_table={1}, dst_block_table={1})"
+_NEW_SPANS = "kvx_core.migrate(here.at(block_table={0}), there.at(block_table={0}), {1}, **same)"
 _CALLS = {  # what it is: (statement, the result that is checked)
     "WritePlan": ("write_plan(key, value, slots)", "write"),
     "write_kv": ("kvx_core.write_kv(cache, key, value, slots)", "write"),
@@ -49,6 +54,24 @@ _CALLS = {  # what it is: (statement, the result that is checked)
     ),
     "migrate, 1 layer": ("kvx_core.migrate(src, dst, lens, same_model=True)", "migrate"),
     "migrate, 32 layers": ("kvx_core.migrate(all_src, all_dst, lens, same_model=True)", "migrate"),
+    "write_kv, numpy slots": ("kvx_core.write_kv(cache, key, value, slots_np)", "write"),
+    "write_kv, a list": ("kvx_core.write_kv(cache, key, value, [37])", "write"),
+    "gather_kv, numpy table": (
+        "kvx_core.gather_kv(cache, table_np, lens_np, out=(out_key, out_value))",
+        "gather",
+    ),
+    "gather_kv, lists": (
+        "kvx_core.gather_kv(cache, [[2, 5]], [1], out=(out_key, out_value))",
+        "gather",
+    ),
+    "migrate, numpy lengths": ("kvx_core.migrate(two_src, two_dst, lens_np, **same)", "migrate"),
+    "migrate, a list": ("kvx_core.migrate(two_src, two_dst, [1], **same)", "migrate"),
+    "MigratePlan, torch tables": (_RUN.format("lens", "table"), "migrate"),
+    "MigratePlan, numpy tables": (_RUN.format("lens_np", "table_np"), "migrate"),
+    "MigratePlan, lists": (_RUN.format("[1]", "[[2, 5]]"), "migrate"),
+    "migrate, new spans, torch": (_NEW_SPANS.format("table", "lens"), "migrate"),
+    "migrate, new spans, numpy": (_NEW_SPANS.format("table_np", "lens_np"), "migrate"),
+    "migrate, new spans, lists": (_NEW_SPANS.format("[[2, 5]]", "[1]"), "migrate"),
     _FLOOR: (
         "key.data_ptr(); value.data_ptr(); k.data_ptr(); v.data_ptr(); slots.data_ptr()",
         "",
@@ -59,6 +82,11 @@ _AT_MOST_US = {
     "GatherPlan": 1.5,
     "migrate, 1 layer": 10,
     "migrate, 32 layers": 15,
+    **dict.fromkeys(("write_kv, numpy slots", "write_kv, a list"), 3),
+    **dict.fromkeys(("gather_kv, numpy table", "gather_kv, lists"), 3),
+    **dict.fromkeys(("migrate, numpy lengths", "migrate, a list"), 3),
+    **dict.fromkeys(("MigratePlan, numpy tables", "MigratePlan, lists"), 3),
+    **{f"migrate, new spans, {kind}": 10 for kind in ("torch", "numpy", "lists")},
 }
 
 
@@ -76,7 +104,16 @@ def run(rounds: int) -> list[dict[str, Any]]:
     write_plan = WritePlan(cache, key, value)
     gather_plan = GatherPlan(cache, out_key, out_value)
     src, dst = (one_layer(p.desc()).at(table) for p in (pool, other))
-    all_src, all_dst = (CacheView((p.desc(),) * 32, CacheFacts()).at(table) for p in (pool, other))
+    layers = [
+        [first, *(Pool.new(shape, layout) for _ in range(31))]
+        for first, layout in ((pool, "NHD"), (other, "HND"))
+    ]
+    here, there = (CacheView(tuple(p.desc() for p in all_), CacheFacts()) for all_ in layers)
+    all_src, all_dst = here.at(table), there.at(table)
+    here, there = (replace(view, layers=view.layers[:2]) for view in (here, there))
+    two_src, two_dst, same = here.at(table), there.at(table), {"same_model": True}
+    plan = Plan.migrate(here.at([]), there.at([]), same_model=True)
+    slots_np, table_np, lens_np = slots.numpy(), table.numpy(), lens.numpy()
     ops, first = torch.ops.kvx, table[0, :1] * shape.block_size
     k_rows, v_rows = (t.view(shape.num_tokens, *t.shape[2:]) for t in pool.tensors)
     write = abi.kvx_write_desc_t(

@@ -64,6 +64,17 @@ class Layout(Named):
     BLOCK_CUSTOM = 15
 
 
+class BlockTableFormat(Named):
+    """How a sequence's tokens are found in a cache. Spec: 5.1"""
+
+    INVALID = 0
+    PACKED = 1
+    RAGGED = 2
+    KV_OFFSETS = 3
+    POINTERS = 4
+    RING = 5
+
+
 class Axis(Named):
     """What the index along an axis of a plane counts. Spec: E.11"""
 

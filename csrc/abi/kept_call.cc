@@ -1,5 +1,6 @@
 #include "abi/kept_call.h"
 
+#include <atomic>
 #include <initializer_list>
 
 #include "desc/scale.h"
@@ -44,12 +45,15 @@ backend::Route route_of(const kvx_cache_desc_t &cache, const kvx_gather_desc_t &
 
 struct Migration final : kvx_plan_t {
   explicit Migration(const kvx_migrate_desc_t &given)
-      : kept(given), plans_anew(must_plan_anew(kept.desc())) {}
+      : kept(given),
+        plans_anew(must_plan_anew(kept.desc())),
+        had_sequences(given.seq_lens->seq_count != 0) {}
 
   kvx_status_t visit(const kvx_plan_lookups_t *lookups, const Visit &visit) const override {
     if (!lookups && !plans_anew) return visit(context_of(prepared.plan));
     OtherLookups other;
     KVX_TRY(replace_lookups(kept.desc(), lookups, &other));
+    KVX_TRY(check_all_layers(other.all));
     Plan plan;
     plan_migrate(plans_anew ? other.all : other.first, &plan);
     if (!plans_anew) {
@@ -58,6 +62,15 @@ struct Migration final : kvx_plan_t {
       plan.layers.borrow(prepared.plan.layers);
     }
     return visit(context_of(plan));
+  }
+
+  // Checks once, for all layers, the rules that a migration of no sequences cannot break.
+  kvx_status_t check_all_layers(const kvx_migrate_desc_t &migrate) const {
+    if (had_sequences.load(std::memory_order_relaxed) || !migrate.seq_lens->seq_count)
+      return KVX_STATUS_OK;
+    KVX_TRY(validate_migrate(&migrate));
+    had_sequences.store(true, std::memory_order_relaxed);
+    return KVX_STATUS_OK;
   }
 
   CallContext context_of(const Plan &plan) const {
@@ -69,7 +82,8 @@ struct Migration final : kvx_plan_t {
 
   const KeptMigration kept;
   const bool plans_anew;
-  Prepared prepared;  // with the lookups that the plan was made with
+  mutable std::atomic<bool> had_sequences;  // a valid call, so far
+  Prepared prepared;                        // with the lookups that the plan was made with
 };
 
 // The part that plans of writes and gathers share. `Kept` is a KeptWrite or a KeptGather.
@@ -95,8 +109,8 @@ struct OneCache final : kvx_plan_t {
     const CallTensors tensors = tensors_of(kept.cache, call);
     backend::Route route = route_of(kept.cache, call);
     KVX_TRY(backend::place(tensors.data(), tensors.size(), &route.on_device));
-    return visit(
-        {planned, tensors.data(), tensors.size(), route, call.io.num_tokens == 0, span, reached_by});
+    return visit({planned, tensors.data(), tensors.size(), route, call.io.num_tokens == 0, span,
+                  reached_by});
   }
 
   const Kept kept;

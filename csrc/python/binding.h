@@ -6,26 +6,27 @@
 #include <cstdint>
 
 #include "cpython.h"
+#include "described.h"
 #include "function.h"
 #include "kvx/kvx_ext.h"
+#include "lent.h"
 #include "tensors.h"
 
 namespace kvx {
 namespace {
 
 constexpr double kBriefBytes = 16 << 10;  // takes microseconds in any memory
-constexpr uint32_t kBriefLayers = 8;      // whose checks are as brief
 
 // The arguments that a call leaves to Python; bound.py has the same numbers.
 enum Left : long {
   kMoved = 1,  // the memory of a bound tensor has moved
-  kKey = 2,    // key, as the others below, is not a tensor that C can read
+  kKey = 2,    // key, as the others below, is nothing that C can read
   kValue = 4,
   kIndices = 8,  // slots or block_table
   kLens = 16,
   kSizes = 32,  // the tensors can be read, but give no number of tokens
 };
-constexpr int kFailed = 8;  // migrate: minus (a status << kFailed)
+constexpr int kFailed = 8;  // a plan's run: minus (a status << kFailed)
 
 inline PyObject *left_to_python(long left) { return PyLong_FromLong(-left); }
 
@@ -35,6 +36,7 @@ struct Arguments {
   PyObject *const *args;
   Py_ssize_t num_tensors, num_args;
   mutable bool are_owned = true;  // those read so far are torch tensors of the bound owner
+  mutable Lent lent = {};
 
   PyObject *tensor(Py_ssize_t i) const { return args[i]; }
   bool have_stream() const { return num_args > num_tensors; }
@@ -55,6 +57,8 @@ struct Binding {
   kvx_memory_type_t memory;  // of keys and values
   kvx_memory_type_t index_memory;  // where slots, tables and lengths are read
   int32_t owner;                   // the device of all tensors that are held; -1: not known
+  int32_t asks_python;  // whether only Python can tell if tensors are in place: C then reads none
+  Descriptors descriptors;
   void *stream;
   PyObject *ask_stream;  // a function that each call asks for the stream, or None
   PyObject *kept;        // owner of all this; the function keeps it alive
@@ -71,19 +75,26 @@ struct Binding {
 
   // Where Python describes tensors, it has checked this itself.
   long moved(const Arguments &given) const {
+    if (given.are_described()) return 0;
     const bool is_in_place =
-        given.are_described() || (held[0].are_in_place(type) && held[1].are_in_place(type));
+        !asks_python && held[0].are_in_place(type) && held[1].are_in_place(type);
     return is_in_place ? 0L : kMoved;
   }
 
   // Reads a key or value in the cache's memory. `desc` has only its size set.
-  bool read(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
+  //
+  // is_written: refuses an array that is read-only
+  bool read(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc,
+            bool is_written = false) const {
     if (const auto *described = given.described<kvx_tensor_desc_t>(i)) {
       *desc = *described;
       return true;
     }
+    PyObject *const tensor = given.tensor(i);
+    if (type.type_of(tensor) == descriptors.array_type)
+      return read_array(given, tensor, desc, is_written);
     DLTensor found;
-    if (!type.read(given.tensor(i), &found) || !is_in(memory, found)) return false;
+    if (!type.read(tensor, &found) || !is_in(memory, found)) return false;
     note_owner(given, found);
     desc->dtype = dtype_of(found);
     desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
@@ -95,13 +106,33 @@ struct Binding {
     return desc->dtype != KVX_DTYPE_INVALID;
   }
 
-  bool read_value(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc) const {
-    return is_none(given.tensor(i)) || read(given, i, desc);
+  bool read_array(const Arguments &given, PyObject *array, kvx_tensor_desc_t *desc,
+                  bool is_written) const {
+    if (memory != KVX_MEMORY_HOST) return false;
+    given.are_owned = false;
+    const Py_buffer *buffer = given.lent.buffer(array, is_written ? PyBUF_WRITABLE : 0);
+    desc->layout = KVX_LAYOUT_BLOCK_CUSTOM;
+    desc->memory = memory;
+    return buffer && read_buffer(*buffer, desc);
   }
 
+  bool read_value(const Arguments &given, Py_ssize_t i, kvx_tensor_desc_t *desc,
+                  bool is_written = false) const {
+    return is_none(given.tensor(i)) || read(given, i, desc, is_written);
+  }
+
+  // Reads a torch tensor or, on the host, a buffer, a list or a tuple.
   bool read(const Arguments &given, Py_ssize_t i, int32_t ndim, Indices *indices) const {
+    PyObject *const object = given.tensor(i);
+    if (!type.is_tensor(object)) {
+      if (index_memory != KVX_MEMORY_HOST) return false;
+      given.are_owned = false;
+      if (ListReader(type, &given.lent).read(object, ndim, indices)) return true;
+      const Py_buffer *buffer = given.lent.buffer(object, 0);
+      return buffer && read_buffer(*buffer, ndim, indices);
+    }
     DLTensor found;
-    if (!type.read(given.tensor(i), &found) || !is_in(index_memory, found) || found.ndim != ndim) {
+    if (!type.read_any(object, &found) || !is_in(index_memory, found) || found.ndim != ndim) {
       return false;
     }
     note_owner(given, found);
@@ -114,12 +145,16 @@ struct Binding {
     }
     indices->dtype = dtype_of(found);
     indices->data = address_of(found);
-    return indices->dtype != KVX_DTYPE_INVALID && size <= UINT32_MAX;
+    return is_index(indices->dtype) && size <= UINT32_MAX;
   }
 
   bool read(const Arguments &given, Py_ssize_t i, kvx_slot_mapping_t *slots) const {
     if (const auto *described = given.described<kvx_slot_mapping_t>(i)) {
       *slots = *described;
+      return true;
+    }
+    if (descriptors.read(type, given.tensor(i), index_memory, slots)) {
+      given.are_owned = false;
       return true;
     }
     Indices found;
@@ -135,6 +170,10 @@ struct Binding {
       *table = *described;
       return true;
     }
+    if (descriptors.read(type, given.tensor(i), index_memory, table)) {
+      given.are_owned = false;
+      return true;
+    }
     Indices found;
     if (!read(given, i, 2, &found)) return false;
     table->index_dtype = found.dtype;
@@ -148,6 +187,10 @@ struct Binding {
   bool read(const Arguments &given, Py_ssize_t i, kvx_seq_lens_t *lens) const {
     if (const auto *described = given.described<kvx_seq_lens_t>(i)) {
       *lens = *described;
+      return true;
+    }
+    if (descriptors.read(type, given.tensor(i), index_memory, lens)) {
+      given.are_owned = false;
       return true;
     }
     Indices found;

@@ -1,10 +1,11 @@
-// Bound calls: write_kv, gather_kv and migrate as Python functions that read tensors through
-// DLPack, in tens of nanoseconds each.
+// Bound calls: write_kv, gather_kv and runs of a plan as Python functions that read their arguments
+// in tens of nanoseconds each.
 //
-// They read plain torch tensors. If they cannot read an argument, they do nothing and return minus
-// the sum of what Python must describe (`Left`). Python reads every kind of tensor and raises for
-// one that cannot be used; then it calls again with C structs. libkvx validates the call, as
-// always.
+// They read plain torch tensors, through DLPack, and in HOST memory numpy's arrays; slots, tables
+// and lengths there may also be other buffers, lists and tuples of int. If they cannot read an
+// argument, they do nothing and return minus the sum of what Python must describe (`Left`). Python
+// reads every kind of tensor and raises for one that cannot be used; then it calls again with C
+// structs. libkvx validates the call, as always.
 //
 // A call keeps the objects that it is bound to, torch tensors behind the descriptors included. It
 // also returns to Python if the storage of one of these has been resized or replaced.
@@ -66,8 +67,8 @@ struct Gather {
     const Arguments given{args, 4, num_args};
     kvx_gather_desc_t gather = *like;
     long left = bound.moved(given);
-    if (!bound.read(given, 0, &gather.io.key)) left |= kKey;
-    if (!bound.read_value(given, 1, &gather.io.value)) left |= kValue;
+    if (!bound.read(given, 0, &gather.io.key, /*is_written=*/true)) left |= kKey;
+    if (!bound.read_value(given, 1, &gather.io.value, /*is_written=*/true)) left |= kValue;
     if (!bound.read(given, 2, &gather.block_table)) left |= kIndices;
     if (!bound.read(given, 3, &gather.seq_lens)) left |= kLens;
     if (left) return left_to_python(left);
@@ -109,52 +110,11 @@ void measure(const kvx_seq_lens_t &lens, uint64_t *sum, int64_t *longest) {
   }
 }
 
-struct Migrate {
-  static constexpr char kName[] = "kvx.migrate";
-
-  Binding bound;
-  decltype(&kvx_migrate_kv) function;
-  const kvx_migrate_desc_t *like;
-  uint64_t token_bytes;
-  uint64_t table_rows;  // rows of the tables, more than lengths if there are beams; 0: no tables
-
-  PyObject *kept() const { return bound.kept; }
-
-  // (seq_lens, stream or None[, seq_lens as a struct, max_seq_len]) -> tokens moved, of all beams;
-  // or minus a sum of Left; or minus (status << kFailed)
-  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
-    const Arguments given{args, 1, num_args};
-    long left = bound.moved(given);
-    kvx_seq_lens_t lens = {};
-    lens.size = sizeof lens;
-    if (!bound.read(given, 0, &lens)) left |= kLens;
-    uint64_t num_tokens = 0;
-    int64_t longest = 0;
-    if (!left && given.are_described()) {
-      longest = PyLong_AsLong(args[num_args - 1]);
-    } else if (!left && lens.dtype == KVX_DTYPE_S32 && bound.index_memory == KVX_MEMORY_HOST) {
-      measure<int32_t>(lens, &num_tokens, &longest);
-    } else if (!left && lens.dtype == KVX_DTYPE_S64 && bound.index_memory == KVX_MEMORY_HOST) {
-      measure<int64_t>(lens, &num_tokens, &longest);
-    } else {
-      left |= kLens;
-    }
-    if (left) return left_to_python(left);
-
-    num_tokens *= std::max<uint64_t>(table_rows / std::max(lens.seq_count, 1u), 1);
-    kvx_migrate_desc_t migrate = *like;
-    migrate.seq_lens = &lens;
-    // Beyond what the field holds no bound is named: such lengths are libkvx's to refuse.
-    const bool is_bound = 0 <= longest && longest <= UINT32_MAX;
-    migrate.max_seq_len = is_bound ? static_cast<uint32_t>(longest) : 0;
-    const bool is_brief = bound.memory == KVX_MEMORY_HOST && !given.are_described() &&
-                          like->src->num_layers <= kBriefLayers &&
-                          static_cast<double>(num_tokens) * token_bytes <= kBriefBytes;
-    kvx_status_t status;
-    const auto run = [&](void *stream) { return function(&migrate, stream); };
-    if (!bound.call(given, is_brief, &status, run)) return nullptr;
-    return PyLong_FromLong(status ? -(long{status} << kFailed) : static_cast<long>(num_tokens));
-  }
+// What slots and a table that are given as numbers have at an end of a plan; PlanEnd of
+// kvx_core/_c/bound.py.
+struct PlanEnd {
+  int64_t invalid_slot;
+  uint32_t table_flags;
 };
 
 struct RunPlan {
@@ -164,16 +124,20 @@ struct RunPlan {
   Binding bound;
   decltype(&kvx_plan_run) function;
   const kvx_plan_t *plan;
-  uint64_t token_bytes;     // 0: calls are not brief
-  int64_t invalid_slot[2];  // of slots that are given as a tensor, at the source and destination
+  uint64_t token_bytes;  // 0: calls are not brief
+  PlanEnd ends[2];       // source and destination
+  bool counts;           // leaves lengths that the host cannot read to Python
 
   PyObject *kept() const { return bound.kept; }
 
-  // (seq_lens, then block_table, slots and starts of the source and of the destination, stream):
-  // tensors, of which tables are PACKED, or None for those of the plan -> status, or minus a sum of
-  // Left
+  // (seq_lens, then block_table, slots and starts of the source and of the destination, stream or
+  // None[, these seven as structs, max_seq_len]): descriptors or what they are made of, tables
+  // PACKED, or None for those of the plan -> the tokens of all rows, 0 if the host cannot read
+  // their lengths; or minus a sum of Left; or minus (status << kFailed)
   PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
-    if (num_args != kNumTensors + 1) return left_to_python(kSizes);
+    if (num_args != kNumTensors + 1 && num_args != 2 * kNumTensors + 2) {
+      return left_to_python(kSizes);
+    }
     const Arguments given{args, kNumTensors, num_args};
     kvx_plan_lookups_t lookups = {};
     kvx_block_table_t tables[2] = {};
@@ -181,7 +145,8 @@ struct RunPlan {
     kvx_seq_lens_t starts[2] = {}, lens = {};
     lookups.size = sizeof lookups;
     const auto read = [&](Py_ssize_t i, auto *desc, auto **found) {
-      if (is_none(given.tensor(i))) return true;
+      if (is_none(given.tensor(i)) && !given.are_described()) return true;
+      if (is_none(given.tensor(i)) && is_none(args[kNumTensors + 1 + i])) return true;
       desc->size = sizeof *desc;
       *found = desc;
       return bound.read(given, i, desc);
@@ -191,23 +156,42 @@ struct RunPlan {
     for (const int end : {0, 1}) {
       kvx_end_lookup_t *const lookup = end ? &lookups.dst : &lookups.src;
       tables[end].format = KVX_BLOCK_TABLE_PACKED;
-      slots[end].invalid_slot = invalid_slot[end];
+      tables[end].flags = ends[end].table_flags;
+      slots[end].invalid_slot = ends[end].invalid_slot;
       if (!read(3 * end + 1, &tables[end], &lookup->block_table)) left |= kIndices;
       if (!read(3 * end + 2, &slots[end], &lookup->slots)) left |= kIndices;
       if (!read(3 * end + 3, &starts[end], &lookup->starts)) left |= kLens;
     }
+    const bool is_read = lens.lengths && bound.index_memory == KVX_MEMORY_HOST;
+    const bool are_counted = is_read || (lookups.seq_lens && !lens.seq_count);
+    if (counts && !given.are_described() && !are_counted) left |= kLens;
     if (left) return left_to_python(left);
 
     uint64_t num_tokens = 0;
     int64_t longest = 0;
-    const bool counts = token_bytes && lens.size && bound.memory == KVX_MEMORY_HOST;
-    if (counts && lens.dtype == KVX_DTYPE_S32) measure<int32_t>(lens, &num_tokens, &longest);
-    if (counts && lens.dtype == KVX_DTYPE_S64) measure<int64_t>(lens, &num_tokens, &longest);
-    const bool is_brief = counts && static_cast<double>(num_tokens) * token_bytes <= kBriefBytes;
+    if (given.are_described()) {
+      longest = PyLong_AsLong(args[num_args - 1]);
+    } else if (is_read && lens.dtype == KVX_DTYPE_S32) {
+      measure<int32_t>(lens, &num_tokens, &longest);
+    } else if (is_read && lens.dtype == KVX_DTYPE_S64) {
+      measure<int64_t>(lens, &num_tokens, &longest);
+    }
+    const uint64_t rows = std::max(rows_of(tables[0]), rows_of(tables[1]));
+    num_tokens *= std::max<uint64_t>(rows / std::max(lens.seq_count, 1u), 1);
+    // Beyond what the field holds no bound is named: such lengths are libkvx's to refuse.
+    const bool is_bound = 0 <= longest && longest <= UINT32_MAX;
+    lookups.max_seq_len = is_bound ? static_cast<uint32_t>(longest) : 0;
+    const bool is_brief = token_bytes && is_read && !given.are_described() &&
+                          bound.memory == KVX_MEMORY_HOST &&
+                          static_cast<double>(num_tokens) * token_bytes <= kBriefBytes;
     kvx_status_t status;
     const auto run = [&](void *stream) { return function(plan, &lookups, stream); };
     if (!bound.call(given, is_brief, &status, run)) return nullptr;
-    return PyLong_FromLong(status);
+    return PyLong_FromLong(status ? -(long{status} << kFailed) : static_cast<long>(num_tokens));
+  }
+
+  static uint64_t rows_of(const kvx_block_table_t &table) {
+    return uint64_t{table.seq_count} * std::max(table.beam_width, 1u);
   }
 };
 
@@ -247,6 +231,58 @@ struct Identity {
     }
     const auto num_bytes = num_args * static_cast<Py_ssize_t>(sizeof all[0]);
     return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(all), num_bytes);
+  }
+};
+
+// Reads integers on the host as a call does.
+struct ReadIndices {
+  static constexpr char kName[] = "kvx.read_indices";
+
+  Binding bound;  // to nothing
+
+  PyObject *kept() const { return bound.kept; }
+
+  // (tensor, array or list, ndim: 1 or 2) -> (dtype, rows, columns or 0, address, None or a
+  // bytearray with the numbers of a list), or None where it cannot be read
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    const Arguments given{args, num_args, num_args};
+    Indices found = {};
+    const auto ndim = static_cast<int32_t>(PyLong_AsLong(args[1]));
+    const bool has_memory =
+        bound.type.is_tensor(args[0]) || bound.descriptors.is_numpy(bound.type, args[0]);
+    const bool is_list = Items(args[0], bound.type.type_of(args[0])).is_sequence;
+    // Others would have to lend their memory for longer than this call.
+    if ((!has_memory && !is_list) || !bound.read(given, 0, ndim, &found)) return Py_BuildValue("");
+
+    PyObject *numbers = nullptr;
+    if (is_list) {
+      const int64_t count = int64_t{found.shape[0]} * (ndim == 2 ? found.shape[1] : 1);
+      const auto num_bytes = static_cast<Py_ssize_t>(count * sizeof(int64_t));
+      numbers = PyByteArray_FromStringAndSize(static_cast<const char *>(found.data), num_bytes);
+      if (!numbers) return nullptr;
+      found.data = PyByteArray_AsString(numbers);
+    }
+    const auto address = reinterpret_cast<unsigned long long>(found.data);
+    const auto dtype = static_cast<int>(found.dtype);
+    return numbers
+               ? Py_BuildValue("iIIKN", dtype, found.shape[0], found.shape[1], address, numbers)
+               : Py_BuildValue("iIIKs", dtype, found.shape[0], found.shape[1], address, nullptr);
+  }
+};
+
+// object.__setattr__ of many attributes, as __init__ of a frozen dataclass calls it for each.
+struct SetFields {
+  static constexpr char kName[] = "kvx.set_fields";
+
+  PyObject *kept() const { return &_Py_NoneStruct; }
+
+  // (object, tuple of names, a value of each) -> object; NULL with a Python exception
+  PyObject *run(PyObject *const *args, Py_ssize_t num_args) const {
+    for (Py_ssize_t i = 2; i < num_args; ++i) {
+      PyObject *const name = PyTuple_GetItem(args[1], i - 2);
+      if (!name || PyObject_GenericSetAttr(args[0], name, args[i]) != 0) return nullptr;
+    }
+    return Py_BuildValue("O", args[0]);
   }
 };
 
@@ -312,21 +348,21 @@ KVX_API PyObject *kvx_python_gather(const kvx::Binding *bound,
   return kvx::function_of(kvx::Gather{*bound, function, cache, like, options});
 }
 
-KVX_API PyObject *kvx_python_migrate(const kvx::Binding *bound, decltype(&kvx_migrate_kv) function,
-                                     const kvx_migrate_desc_t *like, uint64_t token_bytes,
-                                     uint64_t table_rows) {
-  return kvx::function_of(kvx::Migrate{*bound, function, like, token_bytes, table_rows});
-}
-
 KVX_API PyObject *kvx_python_plan(const kvx::Binding *bound, decltype(&kvx_plan_run) function,
                                   const kvx_plan_t *plan, uint64_t token_bytes,
-                                  int64_t src_invalid_slot, int64_t dst_invalid_slot) {
+                                  const kvx::PlanEnd *src, const kvx::PlanEnd *dst, int counts) {
   return kvx::function_of(
-      kvx::RunPlan{*bound, function, plan, token_bytes, {src_invalid_slot, dst_invalid_slot}});
+      kvx::RunPlan{*bound, function, plan, token_bytes, {*src, *dst}, !!counts});
 }
 
 KVX_API PyObject *kvx_python_identity(const kvx::TensorType *tensors) {
   return kvx::function_of(kvx::Identity{*tensors});
+}
+
+KVX_API PyObject *kvx_python_set_fields() { return kvx::function_of(kvx::SetFields{}); }
+
+KVX_API PyObject *kvx_python_indices(const kvx::Binding *bound) {
+  return kvx::function_of(kvx::ReadIndices{*bound});
 }
 
 KVX_API PyObject *kvx_python_are_whole(const kvx::TensorType *tensors) {

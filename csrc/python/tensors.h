@@ -59,8 +59,10 @@ struct TensorType {
   // has been shrunk, and for objects of any other type: the memory of a subclass may have another
   // meaning.
   bool read(PyObject *object, DLTensor *tensor) const {
-    return type && type_of(object) == type && read_any(object, tensor);
+    return is_tensor(object) && read_any(object, tensor);
   }
+
+  bool is_tensor(PyObject *object) const { return type && type_of(object) == type; }
 
   // The same of a torch.Tensor or a subclass, of which only the memory is asked.
   bool read_any(PyObject *object, DLTensor *tensor) const {
@@ -84,6 +86,23 @@ struct TensorType {
     if (storage_bytes(handle, &bytes) != 0 || storage_offset(handle, &offset) != 0) return false;
     const int64_t element_bits = int64_t{tensor.bits} * tensor.lanes;
     return (offset + last + 1) * element_bits <= bytes * 8;
+  }
+
+  // Whether bytes from `begin` on are in the storage of a torch.Tensor.
+  bool has_in_storage(PyObject *object, const void *begin, uint64_t num_bytes) const {
+    DLTensor tensor;
+    int64_t bytes = 0, offset = 0;
+    const void *const handle = handle_of(object);
+    if (to_dlpack(object, &tensor) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    if (storage_bytes(handle, &bytes) != 0 || storage_offset(handle, &offset) != 0) return false;
+    const auto element_bytes = uint64_t{tensor.bits} * tensor.lanes / 8;
+    const uint64_t first = reinterpret_cast<uintptr_t>(address_of(tensor)) -
+                           static_cast<uint64_t>(offset) * element_bytes;
+    const uint64_t from = reinterpret_cast<uintptr_t>(begin) - first;
+    return from <= static_cast<uint64_t>(bytes) && num_bytes <= static_cast<uint64_t>(bytes) - from;
   }
 
   PyObject *type_of(PyObject *object) const {

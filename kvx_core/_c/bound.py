@@ -1,15 +1,19 @@
-"""Bound calls: calls of libkvx that read torch tensors in C. Made once, called many times.
+"""Bound calls: calls of libkvx that read their arguments in C. Made once, called many times.
 
 A bound call takes less than a microsecond. If it cannot read an argument in C, it does nothing and
 returns minus the sum of what Python must do: MOVED if the storage of a tensor that it is bound to
-has been resized or replaced; KEY, VALUE, INDICES (slots or a table) and LENS for a tensor that C
-cannot read; SIZES for sizes that are no counts. The caller describes these and calls again. C reads
-tensors through the DLPack exchange API, which torch has since 2.10; older releases need the package
+has been resized or replaced; KEY, VALUE, INDICES (slots or a table) and LENS for what C cannot
+read; SIZES for sizes that are no counts. The caller describes these and calls again.
+
+C reads torch tensors and, on the host, numpy arrays, other buffers of integers, and lists and
+tuples of int (csrc/python/lent.h). It holds a buffer until the call is over. It reads tensors
+through the DLPack exchange API, which torch has since 2.10; older releases need the package
 torch-c-dlpack-ext, and without it Python describes every tensor. DLPack does not report torch's
 negative bit and the size of the storage: C functions of torch read them from the at::Tensor in the
 Python object.
 Source: https://dmlc.github.io/dlpack/latest/python_spec.html; torch 2.13
-csrc/autograd/python_variable.h, csrc/inductor/aoti_torch/c/shim.h
+csrc/autograd/python_variable.h, csrc/inductor/aoti_torch/c/shim.h;
+https://docs.python.org/3/c-api/buffer.html
 """
 
 from __future__ import annotations
@@ -23,10 +27,8 @@ from ctypes import (
     POINTER,
     byref,
     c_bool,
-    c_char_p,
     c_int,
     c_int64,
-    c_size_t,
     c_ssize_t,
     c_uint32,
     c_uint64,
@@ -37,15 +39,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from kvx_core._c import abi
 from kvx_core._c.dlpack import Exported
 from kvx_core.types import Memory
 
 MOVED, KEY, VALUE, INDICES, LENS, SIZES = 1, 2, 4, 8, 16, 32  # Left of csrc/python/bound.cc
-FAILED = 8  # migrate returns minus (a status << FAILED)
+FAILED = 8  # a plan's run returns minus (a status << FAILED)
 _EXCHANGE_API = "__dlpack_c_exchange_api__"
-# For this processor, or for all of its sort.
-_XXH3 = ("XXH3_128bits_dispatch", "XXH3_128bits")
+_ATTRIBUTES = "c_bytes", "memory", "owner"
 _WORD = ctypes.sizeof(c_void_p)
 _IS_NEG = "_ZN2at6native6is_negERKNS_6TensorE"  # bool at::native::is_neg(const at::Tensor &)
 
@@ -79,14 +82,20 @@ class _Held(ctypes.Structure):
     _fields_ = (("tensors", POINTER(_HeldTensor)), ("num_tensors", c_ssize_t))
 
 
-class _Hash(ctypes.Structure):
-    """XXH128_hash_t. Source: https://github.com/Cyan4973/xxHash/blob/dev/xxhash.h"""
+class _Descriptors(ctypes.Structure):
+    """Descriptors of csrc/python/described.h."""
 
-    _fields_ = (("low", c_uint64), ("high", c_uint64))
+    _fields_ = (
+        ("types", py_object * 3),
+        ("names", py_object * 3),
+        ("array_type", py_object),
+    )
 
-    @property
-    def digest(self) -> bytes:
-        return int(self.high << 64 | self.low).to_bytes(16, "big")
+
+class _PlanEnd(ctypes.Structure):
+    """PlanEnd of csrc/python/bound.cc."""
+
+    _fields_ = (("invalid_slot", c_int64), ("table_flags", c_uint32))
 
 
 class _Binding(ctypes.Structure):
@@ -98,6 +107,8 @@ class _Binding(ctypes.Structure):
         ("memory", c_int),
         ("index_memory", c_int),
         ("owner", c_int),
+        ("asks_python", c_int),
+        ("descriptors", _Descriptors),
         ("stream", c_void_p),
         ("ask_stream", py_object),
         ("kept", py_object),
@@ -145,9 +156,11 @@ class Binding:
     memory: Memory  # of keys and values
     index_memory: Memory  # where slots, tables and lengths are read
     stream: abi.Stream = None
-    reads_tensors: bool = True  # False: all tensors are left, since none tells the stream
+    reads_tensors: bool = True  # False: torch's are left, since none tells the stream
     owner: int = -1  # the CUDA device of all tensors in `held`, as torch says; -1: not known
     kept: Any = None  # whatever else the call needs alive
+    # BlockTable, SlotMapping and SeqLens: C reads their attributes `c_bytes`, `memory` and `owner`.
+    descriptors: tuple[type, type, type] = (type(None),) * 3
 
 
 def write(
@@ -196,50 +209,32 @@ def gather(
     return _bind("gather_kv_ext", binding, cache, like, options)
 
 
-def migrate(
-    binding: Binding, like: abi.kvx_migrate_desc_t, token_bytes: int, table_rows: int
-) -> Call:
-    """Binds kvx_migrate_kv: a call of (seq_lens, stream or None), the rest as in `like`. It returns
-    the tokens moved.
-
-    Further arguments, all optional: seq_lens as the address of a C struct, and max_seq_len.
-    table_rows: rows of the tables of both ends, one per beam; 0: there are no tables
-    """
-    return _bind("migrate_kv", binding, like, c_uint64(token_bytes), c_uint64(table_rows))
-
-
 def run_plan(
-    binding: Binding, plan: c_void_p, token_bytes: int, invalid_slots: tuple[int, int]
+    binding: Binding,
+    plan: c_void_p,
+    token_bytes: int,
+    ends: Sequence[tuple[int, int]],
+    *,
+    counts: bool,
 ) -> Call:
-    """Binds kvx_plan_run: a call of (seq_lens, three lookups of each end, stream), each a tensor or
-    None.
+    """Binds kvx_plan_run: a call of (seq_lens, then block_table, slots and starts of each end,
+    stream), each a descriptor, what one is made of, or None. It returns the tokens of all rows, 0
+    if their lengths are on a device; or minus (a status << FAILED).
 
+    Further arguments: the same seven as addresses of C structs, or None, and max_seq_len.
     token_bytes: bytes moved per token; 0: the call always releases the GIL
-    invalid_slots: of slots that are tensors, at the source and at the destination
+    ends:        invalid_slot and flags, of slots and of a table that are numbers
+    counts:      whether lengths on a device are left to Python
     """
-    skipped = map(c_int64, invalid_slots)
-    return _bind("plan_run", binding, plan, c_uint64(token_bytes), *skipped)
+    structs = (_PlanEnd(*end) for end in ends)
+    return _bind("plan_run", binding, plan, c_uint64(token_bytes), *structs, c_int(counts))
 
 
 def _bind(name: str, binding: Binding, *args: Any, to: str | None = None) -> Call:
     """Binds kvx_`name` with kvx_python_`to`, by default the first word of `name`."""
-    type_ = _torch_type() if binding.reads_tensors else None
-    stream = binding.stream
-    fixed, ask = (None, stream) if callable(stream) else (stream, None)
-    kept = type_, binding, args
-    held = (_Held * 2)(*(held.to_c() for held in binding.held if type_))
-    struct = _Binding(
-        type_ or _TensorType(),
-        held,
-        binding.memory,
-        binding.index_memory,
-        binding.owner,
-        fixed,
-        ask,
-        kept,
-    )
+    struct = _struct(binding, args)
     function = ctypes.cast(getattr(abi.library(), f"kvx_{name}"), c_void_p)
-    bind = getattr(_library(), f"kvx_python_{to or name.partition('_')[0]}")
+    bind = getattr(library(), f"kvx_python_{to or name.partition('_')[0]}")
     by_reference = (byref(arg) if isinstance(arg, ctypes.Structure) else arg for arg in args)
     call: Call = bind(byref(struct), function, *by_reference)
     exported = [one for held in binding.held for one in held.exported]
@@ -250,6 +245,27 @@ def _bind(name: str, binding: Binding, *args: Any, to: str | None = None) -> Cal
         return call(*given) if all(one.is_in_place() for one in exported) else -MOVED
 
     return asks_first
+
+
+def _struct(binding: Binding, args: Any) -> _Binding:
+    """A binding for C, which keeps it and `args`."""
+    type_ = _torch_type() if binding.reads_tensors else None
+    stream = binding.stream
+    fixed, ask = (None, stream) if callable(stream) else (stream, None)
+    kept = type_, binding, args  # _ATTRIBUTES live as long as this module
+    held = (_Held * 2)(*(held.to_c() for held in binding.held if type_))
+    return _Binding(
+        type_ or _TensorType(type_offset=_type_offset()),
+        held,
+        binding.memory,
+        binding.index_memory,
+        binding.owner,
+        not type_ and any(held.tensors for held in binding.held),
+        _Descriptors(binding.descriptors, _ATTRIBUTES, np.ndarray),
+        fixed,
+        ask,
+        kept,
+    )
 
 
 def append(keys: Any, values: Any) -> Callable[..., bool] | None:
@@ -264,50 +280,8 @@ def append(keys: Any, values: Any) -> Callable[..., bool] | None:
     held = Held([keys, values])
     if held.type is None:
         return None
-    function = _library().kvx_python_append(byref(held.type), held.array, (held.type, held))
+    function = library().kvx_python_append(byref(held.type), held.array, (held.type, held))
     return function or None
-
-
-def read_file() -> Callable[..., tuple[int, int, int]]:
-    """(folder, path, least, most, views) -> (handle, size, bytes read): opens a regular file for
-    reading and marks it as used. Fills the views, a tuple of at most 64 writable buffers, with its
-    first bytes if its size is `least` to `most`. The GIL is free meanwhile.
-
-    folder: a handle, or AT_FDCWD; path: bytes, relative to it or absolute, without a symbolic link
-    Returns minus an errno in place of a handle or of bytes; ENXIO for what is no regular file.
-    """
-    function: Callable[..., tuple[int, int, int]] = _library().kvx_python_read_file()
-    return function
-
-
-@cache
-def read_chunks() -> Callable[..., tuple[bytes, bytes]] | None:
-    """(folder, names, plans, starts, memory, places) -> (good, found): reads at most 64 files of
-    chunks below a folder, checks all that is read and marks them as used, without the GIL.
-
-    folder: a handle. To names, relative to it, no symbolic link may lead
-    plans:  what is read of each: see packed_plan
-    starts: the position of its first token that each must have
-    places: where the data of each begin in memory, a writable buffer
-    good:   of each file 1, or 0: nothing is said of it, and its place may have any bytes
-    found:  of all files, one after another, parent and ids of those that are good
-    None: the package xxhash shows C no XXH3.
-    """
-    from xxhash import xxh3_128_digest  # which GPU machines may not have
-
-    library = ctypes.CDLL(sys.modules[xxh3_128_digest.__module__].__file__)
-    for name in _XXH3:
-        xxh3 = getattr(library, name, None)
-        if xxh3 is not None:
-            xxh3.argtypes, xxh3.restype = (c_char_p, c_size_t), _Hash
-            texts = [bytes(range(n)) for n in (0, 7, 250)]
-            if all(xxh3(text, len(text)).digest == xxh3_128_digest(text) for text in texts):
-                address = ctypes.cast(xxh3, c_void_p)
-                function: Callable[..., tuple[bytes, bytes]] = _library().kvx_python_read_chunks(
-                    address, library
-                )
-                return function
-    return None
 
 
 def identity() -> Callable[..., bytes | int]:
@@ -315,7 +289,36 @@ def identity() -> Callable[..., bytes | int]:
     tensors = _torch_type()
     if tensors is None:
         return lambda *_: -KEY
-    function: Callable[..., bytes | int] = _library().kvx_python_identity(byref(tensors))
+    function: Callable[..., bytes | int] = library().kvx_python_identity(byref(tensors))
+    return function
+
+
+Indices = tuple[int, int, int, int, bytearray | None]
+
+
+def read_indices(numbers: Any, ndim: int) -> Indices | None:
+    """The dtype, rows, columns (0 for one axis) and address of contiguous integers on the host; of
+    a list or tuple a copy, with the memory that has it.
+
+    ndim: 1 or 2
+    None for what is no torch tensor, numpy array, list or tuple, and for what C cannot read.
+    """
+    found: Indices | None = _indices_reader("torch" in sys.modules)(numbers, ndim)
+    return found
+
+
+@cache
+def _indices_reader(_: bool) -> Callable[..., Any]:
+    """Made once, and again when torch has been imported."""
+    struct = _struct(Binding((), Memory.HOST, Memory.HOST), ())
+    function: Callable[..., Any] = library().kvx_python_indices(byref(struct))
+    return function
+
+
+@cache
+def set_fields() -> Callable[..., Any]:
+    """(object, tuple of names, a value of each) -> the object, with these attributes set."""
+    function: Callable[..., Any] = library().kvx_python_set_fields()
     return function
 
 
@@ -326,7 +329,7 @@ def are_whole() -> Callable[..., bool]:
     tensors = _torch_type()
     if tensors is None:
         return lambda *_: False
-    function: Callable[..., bool] = _library().kvx_python_are_whole(byref(tensors))
+    function: Callable[..., bool] = library().kvx_python_are_whole(byref(tensors))
     return function
 
 
@@ -338,48 +341,48 @@ def _in_place(type_: _TensorType | None, array: Any) -> Callable[[], bool]:
             tensor.data_ptr() == (data or 0) and tensor.untyped_storage().nbytes() == num_bytes
             for tensor, data, num_bytes in places
         )
-    function: Callable[[], bool] = _library().kvx_python_in_place(
+    function: Callable[[], bool] = library().kvx_python_in_place(
         byref(type_), array, len(array), (type_, array)
     )
     return function
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """libkvx_python, loaded once: of this package, or else beside the libkvx in use."""
     name = "libkvx_python.so"
     path = abi.PACKAGE / name
     if not path.exists():
         path = abi.library_path().with_name(name)
     try:
-        library = ctypes.PyDLL(str(path))
+        found = ctypes.PyDLL(str(path))
     except OSError as error:
         raise ImportError(
             f"{name} is neither in {abi.PACKAGE} nor at {path} ({error}). Build it with "
             "`pip install -e .` in the KVX repository"
         ) from None
-    library.kvx_python_reader.argtypes = (py_object,)
-    library.kvx_python_reader.restype = c_void_p
-    library.kvx_python_identity.argtypes = (POINTER(_TensorType),)
-    library.kvx_python_identity.restype = py_object
-    library.kvx_python_are_whole.argtypes = (POINTER(_TensorType),)
-    library.kvx_python_are_whole.restype = py_object
-    library.kvx_python_in_place.argtypes = (
+    found.kvx_python_reader.argtypes = (py_object,)
+    found.kvx_python_reader.restype = c_void_p
+    found.kvx_python_identity.argtypes = (POINTER(_TensorType),)
+    found.kvx_python_identity.restype = py_object
+    found.kvx_python_set_fields.argtypes = ()
+    found.kvx_python_set_fields.restype = py_object
+    found.kvx_python_indices.argtypes = (POINTER(_Binding),)
+    found.kvx_python_indices.restype = py_object
+    found.kvx_python_are_whole.argtypes = (POINTER(_TensorType),)
+    found.kvx_python_are_whole.restype = py_object
+    found.kvx_python_in_place.argtypes = (
         POINTER(_TensorType),
         POINTER(_HeldTensor),
         c_ssize_t,
         py_object,
     )
-    library.kvx_python_in_place.restype = py_object
-    library.kvx_python_append.argtypes = (POINTER(_TensorType), POINTER(_HeldTensor), py_object)
-    library.kvx_python_append.restype = py_object
-    library.kvx_python_read_file.argtypes = ()
-    library.kvx_python_read_file.restype = py_object
-    library.kvx_python_read_chunks.argtypes = (c_void_p, py_object)
-    library.kvx_python_read_chunks.restype = py_object
-    for name in ("write", "layers", "gather", "migrate", "plan"):
-        getattr(library, f"kvx_python_{name}").restype = py_object
-    return library
+    found.kvx_python_in_place.restype = py_object
+    found.kvx_python_append.argtypes = (POINTER(_TensorType), POINTER(_HeldTensor), py_object)
+    found.kvx_python_append.restype = py_object
+    for name in ("write", "layers", "gather", "plan"):
+        getattr(found, f"kvx_python_{name}").restype = py_object
+    return found
 
 
 def _torch_type() -> _TensorType | None:
@@ -397,7 +400,7 @@ def _torch_reader() -> tuple[Any, int] | None:
     if not hasattr(torch.Tensor, _EXCHANGE_API):
         _extend_torch()
     api = getattr(torch.Tensor, _EXCHANGE_API, None)
-    reader = api and _library().kvx_python_reader(api)
+    reader = api and library().kvx_python_reader(api)
     return (torch.Tensor, reader) if reader else None
 
 
@@ -437,6 +440,16 @@ def _torch_functions() -> tuple[int, ...] | None:
             return None
     functions = is_neg, data_ptr, storage_bytes, storage_offset
     return type_offset, offset, *(ctypes.cast(f, c_void_p).value or 0 for f in functions)
+
+
+@cache
+def _type_offset() -> int:
+    """The offset of its type in every Python object."""
+    some: list[object] = [[], "text", (1.5,)]
+    types = {id(one): id(type(one)) for one in some}
+    found = _offset(range(0, object.__basicsize__, _WORD), types)
+    assert found is not None
+    return found
 
 
 def _offset(offsets: range, words: dict[int, int]) -> int | None:

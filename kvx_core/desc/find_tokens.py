@@ -34,7 +34,7 @@ def find_tokens(
     OutOfRangeError, with the messages of migrate about its source.
     Spec: E.12
     """
-    span.held("src")  # refuses arrays that have moved
+    span.require_in_place("src")  # refuses arrays that have moved
     on_host = _with_tables_on_host(span)
     view = on_host.view
     if lens.memory is Memory.DEVICE:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
+from typing import TypeVar
 
 import numpy as np
 
+from kvx_core._c import bound
 from kvx_core.argument_checks import bad_argument
 from kvx_core.desc.tensors import (
     Borrowed,
@@ -22,6 +25,11 @@ from kvx_core.desc.tensors import (
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.formats import INDICES
 from kvx_core.types import DType, Memory
+
+# The structs of kvx_abi.h, with their sizes first.
+INDEX: dict[int, DType] = {DType.S32: DType.S32, DType.S64: DType.S64}  # by their numbers
+TABLE, SLOTS, LENS = Struct("@I3i3IxxxxQQ3Ixxxx"), Struct("@IiIqQ"), Struct("@IiIQ")
+_T = TypeVar("_T")
 
 
 def index_list(name: str, numbers: TensorLike | Sequence[int]) -> Borrowed:
@@ -94,6 +102,24 @@ def has_index_types(
     if kinds != (DType, Memory, int, int, int):
         return False
     return 0 <= place < 2**64 and 0 <= count < 2**32 and -(2**63) <= invalid < 2**63
+
+
+def read_numbers(numbers: object, ndim: int) -> tuple[bound.Indices | None, object]:
+    """What bound.read_indices gives, and what keeps the memory: `numbers`, or those of a list."""
+    found = bound.read_indices(numbers, ndim)
+    if found is None or found[4] is None:
+        return found, numbers
+    if not found[4]:  # numpy has no array of an empty buffer
+        return None, numbers
+    shape = found[1:3] if ndim == 2 else found[1]
+    return found, own(np.frombuffer(found[4], np.int64).reshape(shape))
+
+
+def made(kind: type[_T], *fields: object) -> _T:
+    """A frozen descriptor with these fields, in their order, all of them right: for every call."""
+    names: tuple[str, ...] = kind.__slots__  # type: ignore[attr-defined]
+    desc: _T = bound.set_fields()(object.__new__(kind), names, *fields)
+    return desc
 
 
 def are_uint32(*numbers: object) -> bool:

@@ -24,12 +24,18 @@ from kvx_core.argument_checks import (
     plural,
 )
 from kvx_core.desc.indices import (
+    INDEX,
+    LENS,
+    SLOTS,
+    TABLE,
     are_uint32,
     has_index_types,
     host_copy,
     index_dtype,
     index_list,
+    made,
     padded,
+    read_numbers,
     table_dtype,
     table_indices,
 )
@@ -51,18 +57,10 @@ from kvx_core.desc.tensors import (
     require_array_in_place,
 )
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import DType, Memory, Named
+from kvx_core.types import BlockTableFormat as BlockTableFormat
+from kvx_core.types import DType, Memory
 
-
-class BlockTableFormat(Named):
-    """How a sequence's tokens are found in a cache. Spec: 5.1"""
-
-    INVALID = 0
-    PACKED = 1
-    RAGGED = 2
-    KV_OFFSETS = 3
-    POINTERS = 4
-    RING = 5
+_PACKED, _NONE, _HOST = BlockTableFormat.PACKED, DType.INVALID, Memory.HOST
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,28 +82,43 @@ class BlockTable:
     owner: object = field(default=None, compare=False)
     # POINTERS: a block of each plane, for those that were given as tensors.
     blocks: tuple[Borrowed | None, ...] = field(default=(), compare=False)
+    c_bytes: bytes = field(init=False, compare=False)  # the C struct, see bound.Binding
 
     def __post_init__(self) -> None:
         kinds = type(self.format), type(self.indptr_dtype), type(self.indptr)
         counts = self.seq_count, self.max_blocks_per_seq, self.indptr_count, self.beam_width
-        if (
+        if not (
             kinds == (BlockTableFormat, DType, int)
             and has_index_types(self.index_dtype, self.memory, self.indices, self.indices_count)
             and are_uint32(*counts, self.flags)
             and 0 <= self.indptr < 2**64
         ):
-            return
-        names = ("seq_count", "max_blocks_per_seq", "indices_count", "indptr_count")
-        coerce_fields(
-            self,
-            format=BlockTableFormat.called,
-            index_dtype=table_dtype,
-            indptr_dtype=index_dtype,
-            indices=address,
-            indptr=address,
-            memory=_memory,
-            **dict.fromkeys((*names, "beam_width", "flags"), integer),
+            names = ("seq_count", "max_blocks_per_seq", "indices_count", "indptr_count")
+            coerce_fields(
+                self,
+                format=BlockTableFormat.called,
+                index_dtype=table_dtype,
+                indptr_dtype=index_dtype,
+                indices=address,
+                indptr=address,
+                memory=_memory,
+                **dict.fromkeys((*names, "beam_width", "flags"), integer),
+            )
+        c_bytes = TABLE.pack(
+            TABLE.size,
+            self.format,
+            self.index_dtype,
+            self.indptr_dtype,
+            self.seq_count,
+            self.beam_width,
+            self.max_blocks_per_seq,
+            self.indices,
+            self.indptr,
+            self.indices_count,
+            self.indptr_count,
+            self.flags,
         )
+        object.__setattr__(self, "c_bytes", c_bytes)
 
     def __repr__(self) -> str:
         rows = plural(self.seq_count, "sequence")
@@ -127,22 +140,18 @@ class BlockTable:
                  padded with -1 to the longest. Entries past a sequence's blocks are never read.
         Raises InvalidArgumentError, UnsupportedError.
         """
-        if not is_tensor(indices):  # in a step of an engine: described in one go
-            ids = padded("block_table", indices)
-            place, (rows, width) = ids.__array_interface__["data"][0], ids.shape
-            return cls(BlockTableFormat.PACKED, DType.S64, rows, width, place, ids.size, owner=ids)
-        table = table_indices(indices, 2)
-        seq_count, max_blocks_per_seq = table.shape
-        return cls(
-            format=BlockTableFormat.PACKED,
-            index_dtype=table.dtype,
-            seq_count=seq_count,
-            max_blocks_per_seq=max_blocks_per_seq,
-            indices=table.data,
-            indices_count=seq_count * max_blocks_per_seq,
-            memory=table.memory,
-            owner=table.owner,
-        )
+        found, owner = read_numbers(indices, 2)
+        if found is None and not is_tensor(indices):
+            found, owner = read_numbers(padded("block_table", indices), 2)
+        if found is not None:  # in a step of an engine: described in one go
+            index, rows, width, place, _ = found
+            c = TABLE.pack(TABLE.size, 1, index, 0, rows, 1, width, place, 0, rows * width, 0, 0)
+            fields = _PACKED, INDEX[index], rows, width, place, rows * width
+            return made(cls, *fields, _NONE, 0, 0, 1, 0, _HOST, owner, (), c)
+        table = table_indices(indices, 2)  # type: ignore[arg-type]  # which is a tensor
+        (rows, width), count = table.shape, table.shape[0] * table.shape[1]
+        kind = _PACKED, table.dtype, rows, width, table.data, count
+        return cls(*kind, memory=table.memory, owner=table.owner)
 
     @classmethod
     def ring(cls, indices: TensorLike | Sequence[Sequence[int]]) -> Self:
@@ -207,13 +216,12 @@ class BlockTable:
             raise InvalidArgumentError(
                 f"block_table.indices.shape[2] is {kv}, expected 2, K and V (KV_OFFSETS, spec 5.1)"
             )
+        size = seq_count, max_blocks_per_seq, table.data
         return cls(
-            format=BlockTableFormat.KV_OFFSETS,
-            index_dtype=table.dtype,
-            seq_count=seq_count,
-            max_blocks_per_seq=max_blocks_per_seq,
-            indices=table.data,
-            indices_count=seq_count * beam_width * 2 * max_blocks_per_seq,
+            BlockTableFormat.KV_OFFSETS,
+            table.dtype,
+            *size,
+            seq_count * beam_width * 2 * max_blocks_per_seq,
             beam_width=beam_width,
             flags=abi.FLAG_KVCACHEINDEX,
             memory=table.memory,
@@ -263,13 +271,12 @@ class BlockTable:
             kept = PointedTo.by(rows)
         table = table_indices(blocks, ndim, (DType.S64, DType.U64))
         seq_count, max_blocks_per_seq, planes = (*table.shape, 1)[:3]
+        size = seq_count, max_blocks_per_seq, table.data
         return cls(
-            format=BlockTableFormat.POINTERS,
-            index_dtype=DType.U64,
-            seq_count=seq_count,
-            max_blocks_per_seq=max_blocks_per_seq,
-            indices=table.data,
-            indices_count=seq_count * max_blocks_per_seq * planes,
+            BlockTableFormat.POINTERS,
+            DType.U64,
+            *size,
+            seq_count * max_blocks_per_seq * planes,
             memory=table.memory,
             owner=table.owner if kept is None else (table.owner, kept),
             blocks=tuple(map(seen.get, range(planes))) if seen else (),
@@ -346,19 +353,7 @@ class BlockTable:
 
     def to_c(self) -> abi.kvx_block_table_t:
         """A new C struct with these fields."""
-        return abi.kvx_block_table_t(
-            format=self.format,
-            index_dtype=self.index_dtype,
-            indptr_dtype=self.indptr_dtype,
-            seq_count=self.seq_count,
-            beam_width=self.beam_width,
-            max_blocks_per_seq=self.max_blocks_per_seq,
-            indices=self.indices,
-            indptr=self.indptr,
-            indices_count=self.indices_count,
-            indptr_count=self.indptr_count,
-            flags=self.flags,
-        )
+        return abi.kvx_block_table_t.from_buffer_copy(self.c_bytes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -371,20 +366,22 @@ class SlotMapping:
     invalid_slot: int = -1  # skipped, as every negative slot is
     memory: Memory = Memory.HOST
     owner: object = field(default=None, compare=False)
+    c_bytes: bytes = field(init=False, compare=False)  # the C struct, see bound.Binding
 
     def __post_init__(self) -> None:
-        if has_index_types(
+        if not has_index_types(
             self.dtype, self.memory, self.slots, self.token_count, self.invalid_slot
         ):
-            return
-        coerce_fields(
-            self,
-            dtype=index_dtype,
-            token_count=integer,
-            slots=address,
-            invalid_slot=int64,
-            memory=_memory,
-        )
+            coerce_fields(
+                self,
+                dtype=index_dtype,
+                token_count=integer,
+                slots=address,
+                invalid_slot=int64,
+                memory=_memory,
+            )
+        numbers = self.dtype, self.token_count, self.invalid_slot, self.slots
+        object.__setattr__(self, "c_bytes", SLOTS.pack(SLOTS.size, *numbers))
 
     def __repr__(self) -> str:
         skipped = None if self.invalid_slot == -1 else f"invalid_slot {self.invalid_slot}"
@@ -403,15 +400,13 @@ class SlotMapping:
         if isinstance(slots, SlotMapping):
             slots.require_in_place("slots")
             return slots
+        read, owner = read_numbers(slots, 1)
+        if read is not None:
+            index, count, _, place, _ = read
+            return cls(INDEX[index], count, place, invalid_slot, owner=owner)
         found = index_list("slots", slots)
-        return cls(
-            dtype=found.dtype,
-            token_count=found.shape[0],
-            slots=found.data,
-            invalid_slot=invalid_slot,
-            memory=found.memory,
-            owner=found.owner,
-        )
+        (count,) = found.shape
+        return cls(found.dtype, count, found.data, invalid_slot, found.memory, found.owner)
 
     def require_in_place(self, name: str) -> None:
         """Refuses slots whose memory has been freed or belongs to others by now."""
@@ -435,12 +430,7 @@ class SlotMapping:
 
     def to_c(self) -> abi.kvx_slot_mapping_t:
         """A new C struct with these fields."""
-        return abi.kvx_slot_mapping_t(
-            dtype=self.dtype,
-            token_count=self.token_count,
-            invalid_slot=self.invalid_slot,
-            slots=self.slots,
-        )
+        return abi.kvx_slot_mapping_t.from_buffer_copy(self.c_bytes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -452,11 +442,15 @@ class SeqLens:
     lengths: int  # address of [seq_count]
     memory: Memory = Memory.HOST
     owner: object = field(default=None, compare=False)
+    c_bytes: bytes = field(init=False, compare=False)  # the C struct, see bound.Binding
 
     def __post_init__(self) -> None:
-        if has_index_types(self.dtype, self.memory, self.lengths, self.seq_count):
-            return
-        coerce_fields(self, dtype=index_dtype, seq_count=integer, lengths=address, memory=_memory)
+        if not has_index_types(self.dtype, self.memory, self.lengths, self.seq_count):
+            coerce_fields(
+                self, dtype=index_dtype, seq_count=integer, lengths=address, memory=_memory
+            )
+        numbers = self.dtype, self.seq_count, self.lengths
+        object.__setattr__(self, "c_bytes", LENS.pack(LENS.size, *numbers))
 
     def __repr__(self) -> str:
         sequences = plural(self.seq_count, "sequence")
@@ -475,14 +469,13 @@ class SeqLens:
         if isinstance(lengths, SeqLens):
             lengths.require_in_place(name)
             return lengths
+        read, owner = read_numbers(lengths, 1)
+        if read is not None:
+            index, count, _, place, _ = read
+            c = LENS.pack(LENS.size, index, count, place)
+            return made(cls, INDEX[index], count, place, _HOST, owner, c)
         found = index_list(name, lengths)
-        return cls(
-            dtype=found.dtype,
-            seq_count=found.shape[0],
-            lengths=found.data,
-            memory=found.memory,
-            owner=found.owner,
-        )
+        return cls(found.dtype, found.shape[0], found.data, found.memory, found.owner)
 
     def require_in_place(self, name: str) -> None:
         """Refuses lengths whose memory has been freed or belongs to others by now."""
@@ -500,9 +493,10 @@ class SeqLens:
 
     def to_c(self) -> abi.kvx_seq_lens_t:
         """A new C struct with these fields."""
-        return abi.kvx_seq_lens_t(dtype=self.dtype, seq_count=self.seq_count, lengths=self.lengths)
+        return abi.kvx_seq_lens_t.from_buffer_copy(self.c_bytes)
 
 
+DESCRIPTORS = BlockTable, SlotMapping, SeqLens  # that bound calls read in C
 _memory = Memory.called
 
 

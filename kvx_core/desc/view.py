@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import (
@@ -32,7 +31,7 @@ from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
 from kvx_core.desc.tensors import Borrowed, TensorLike, may_move, moving_owners
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import Transfer
+from kvx_core.types import BlockTableFormat
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
@@ -227,6 +226,11 @@ class CacheView:
                 if tensor is not None:
                     tensor.require_in_place(f"{name}.planes[{i}]{part}")
                     owners += [tensor.owner] if may_move(tensor.owner) else []
+            for place in ("block_table", "slots"):
+                found = getattr(plane, place)
+                if found is not None:
+                    found.require_in_place(f"{name}.planes[{i}].{place}")
+                    owners += moving_owners(found.owner)
         held = bound.Held(owners)
         self._held[:] = [held]
         return held
@@ -291,43 +295,13 @@ class CacheView:
         return found
 
 
-class Move(NamedTuple):
-    """A migration, bound to all but its lengths. See migrate.py"""
-
-    call: bound.Call
-    token_bytes: int  # as the destination stores the heads that move, in all layers
-    held: tuple[bound.Held, bound.Held]
-    transfer: Transfer
-    leaves_out: bool  # tokens may have no place at one end: see left_out.py
-    moved: dict[str, Any]  # tables, slots and starts of lists that it reads on a device: placing.py
+# The format of a table or whether there are slots, the head that it begins with, the block that
+# entries of whole blocks are counted from, whether the table has holes, and whether the tokens have
+# other positions than their numbers.
+SpanKind = tuple[BlockTableFormat | bool, int, int, bool, bool]
 
 
-class Moves(dict[tuple[Any, ...], tuple["ref[CacheSpan]", Move]]):
-    """Bound migrations that a source keeps for each destination, as long as both exist."""
-
-    __slots__ = ("__weakref__",)
-    _MOST = 16
-
-    def to(self, dst: CacheSpan, key: tuple[Any, ...]) -> Move | None:
-        """The move that `keep` has kept for `dst`; None if there is none."""
-        kept = self.get(key)
-        return None if kept is None or kept[0]() is not dst else kept[1]
-
-    def keep(self, dst: CacheSpan, key: tuple[Any, ...], move: Move) -> None:
-        """Keeps `move` until `dst` is gone; `key` begins with id(dst)."""
-        this = ref(self)  # a strong reference would keep both until garbage collection
-
-        def forget(_: object) -> None:
-            moves = this()
-            if moves is not None:
-                moves.pop(key, None)
-
-        if len(self) >= self._MOST:
-            self.clear()
-        self[key] = ref(dst, forget), move
-
-
-@dataclass(frozen=True, slots=True, repr=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheSpan:
     """One end of a migration: a CacheView and the lookup of sequences in it. See CacheView.at.
 
@@ -340,13 +314,25 @@ class CacheSpan:
     starts: SeqLens | None = None
     head_start: int = 0
     first_positions: tuple[int, ...] | None = None  # see CacheView.at
-    moves: Moves = field(init=False, compare=False, default_factory=Moves)  # see migrate.py
-    # The tensors of the view and of its lookup, as of the last check.
-    _held: list[tuple[bound.Held, bound.Held]] = field(
-        init=False, compare=False, default_factory=list
-    )
+    # What ends have in common that one bound migration serves, see bound_migration.py.
+    kind: SpanKind = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        table = self.block_table
+        kinds = type(table), type(self.slots), type(self.starts), type(self.head_start)
+        is_usual = type(self.view) is CacheView and kinds in _USUAL  # as in every step of an engine
+        if not (is_usual and 0 <= self.head_start < 2**32):
+            self._check()
+        moves = self.starts is not None or self.first_positions is not None
+        if table is None:
+            kind: SpanKind = self.slots is not None, self.head_start, 0, False, moves
+        else:
+            flags = table.flags
+            format, described = table.format, table.indptr if flags & abi.FLAG_WHOLE else 0
+            kind = format, self.head_start, described, flags & abi.FLAG_HOLES != 0, moves
+        object.__setattr__(self, "kind", kind)
+
+    def _check(self) -> None:
         view = instance("view", self.view, CacheView, "a CacheView")
         for name, kind in _PLACES.items():
             found = getattr(self, name)
@@ -384,26 +370,30 @@ class CacheSpan:
     def held(self, name: str) -> bound.Held:
         """The view's torch tensors and those of slots, tables and starts, with their memory.
 
-        Refuses tensors whose memory has moved: their storage was resized or replaced.
-
         name: what errors call the end
-        Raises InvalidArgumentError.
+        Raises InvalidArgumentError as `require_in_place`.
         """
         of_view = self.view.held(name)
-        if self._held and self._held[0][0] is of_view and self._held[0][1].are_in_place():
-            return self._held[0][1]
-        finds: dict[str, Any] = {f"{name}.{place}": getattr(self, place) for place in _PLACES}
-        for i, plane in enumerate(self.view.planes):
-            finds[f"{name}.planes[{i}].block_table"] = plane.block_table
-            finds[f"{name}.planes[{i}].slots"] = plane.slots
-        owners = []
-        for place, found in finds.items():
-            if found is not None:
-                found.require_in_place(place)
-                owners += moving_owners(found.owner)
-        held = bound.Held([*of_view.owners, *owners]) if owners else of_view
-        self._held[:] = [(of_view, held)]
-        return held
+        places = self._places(name)
+        owners = [owner for place in places.values() for owner in moving_owners(place.owner)]
+        return bound.Held([*of_view.owners, *owners]) if owners else of_view
+
+    def require_in_place(self, name: str) -> None:
+        """Raises InvalidArgumentError if memory has moved since it was described: its storage was
+        resized or replaced.
+
+        name: what errors call the end
+        """
+        self.view.held(name)
+        self._places(name)
+
+    def _places(self, name: str) -> dict[str, Any]:
+        """Table, slots and starts, as far as there are any, after a check of their memory."""
+        found = {f"{name}.{place}": getattr(self, place) for place in _PLACES}
+        found = {place: one for place, one in found.items() if one is not None}
+        for place, one in found.items():
+            one.require_in_place(place)
+        return found
 
     def to_c(self) -> abi.kvx_span_t:
         """A new C struct with these fields."""
@@ -428,6 +418,13 @@ class CacheSpan:
 
 _BESIDE = ("k_scales", "v_scales", "k_zeros", "v_zeros")
 _PLACES: dict[str, type[Any]] = {"block_table": BlockTable, "slots": SlotMapping, "starts": SeqLens}
+
+# Types of block_table, slots, starts and head_start.
+_USUAL = {
+    (table, slots, starts, int)
+    for table, slots in ((BlockTable, type(None)), (type(None), SlotMapping))
+    for starts in (SeqLens, type(None))
+}
 
 
 def _positions(given: Any) -> tuple[int, ...]:

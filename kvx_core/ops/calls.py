@@ -16,7 +16,7 @@ from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.placing import where_read
 from kvx_core.desc.scales import ScaleDesc
-from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
+from kvx_core.desc.tables import DESCRIPTORS, BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc, describe
 from kvx_core.desc.tensors import TensorLike, is_torch, may_move, owning_device
 from kvx_core.errors import InternalError
@@ -261,6 +261,7 @@ def _binding(
         stream=stream,
         reads_tensors=stream is not None or cache.k.memory is Memory.HOST,
         owner=-1 if cache.pool else owning_device(owners),
+        descriptors=DESCRIPTORS,
     )
 
 

@@ -14,7 +14,7 @@ from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.placing import where_read
 from kvx_core.desc.scales import ScaleDesc
-from kvx_core.desc.tables import SlotMapping
+from kvx_core.desc.tables import DESCRIPTORS, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
 from kvx_core.desc.tensors import TensorLike, may_move, owning_device
 from kvx_core.errors import InternalError, InvalidArgumentError
@@ -92,6 +92,7 @@ class WriteLayersPlan:
             stream=self._stream,
             reads_tensors=self._stream is not None or memory is Memory.HOST,
             owner=-1 if pools else owning_device(owners),
+            descriptors=DESCRIPTORS,
         )
         return bound.write_layers(
             binding,

@@ -31,10 +31,11 @@ def may_leave_out(span: CacheSpan, *, zero_fill: bool = False) -> bool:
     zero_fill: the call zeroes tokens without a source instead, so that any table may have holes
     """
     finders: list[CacheSpan | Plane] = [span, *span.view.planes]
-    tables = [one.block_table for one in finders if one.block_table is not None]
-    if any(one.slots is not None for one in finders):
-        return True
-    return any(table.has_holes or zero_fill for table in tables)
+    for one in finders:
+        table = one.block_table
+        if one.slots is not None or (table is not None and (zero_fill or table.has_holes)):
+            return True
+    return False
 
 
 def bytes_left_out(src: CacheSpan, dst: CacheSpan, lens: SeqLens, num_heads: int | None) -> int:

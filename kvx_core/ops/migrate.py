@@ -1,32 +1,42 @@
 """migrate: sequences from one engine's cache into another's, in one pass. Spec: E.3
 
-All that is the same from call to call is computed once for a source, a destination and options, and
-kept with the source (CacheSpan.moves): C structs, compared facts, writability. Each call checks
-that no memory has moved, reads its lengths, and calls libkvx.
+All that is the same from call to call is bound once for two views and options, and kept
+(bound_migration.py). Each call checks that no memory has moved, reads its tables and lengths, and
+calls libkvx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
-from kvx_core._c import abi, bound
-from kvx_core.argument_checks import flag
-from kvx_core.desc import facts
-from kvx_core.desc.placing import places_of, used_on, where_read, with_places
-from kvx_core.desc.positions import require_same_positions
-from kvx_core.desc.tables import SeqLens
-from kvx_core.desc.tensors import Borrowed, TensorLike
-from kvx_core.desc.view import CacheSpan, CacheView, Move
-from kvx_core.errors import FactsMismatchError
-from kvx_core.ops.holds import require_both_hold
-from kvx_core.ops.left_out import bytes_left_out, may_leave_out
-from kvx_core.ops.options import MoveKeywords, MoveOptions
-from kvx_core.ops.reorder import reordered
-from kvx_core.ops.streams import current_stream, stream_number
-from kvx_core.types import Memory, Transfer
+import numpy as np
+import numpy.typing as npt
 
+from kvx_core._c.bound import SIZES
+from kvx_core.argument_checks import flag
+from kvx_core.desc.placing import places_of
+from kvx_core.desc.positions import require_same_positions
+from kvx_core.desc.tables import BlockTable, SeqLens
+from kvx_core.desc.tensors import TensorLike
+from kvx_core.desc.view import CacheSpan, CacheView
+from kvx_core.ops.bound_migration import (
+    BoundMigration,
+    ends_of,
+    keep,
+    kept,
+    of_no_tokens,
+)
+from kvx_core.ops.holds import require_both_hold
+from kvx_core.ops.left_out import bytes_left_out
+from kvx_core.ops.options import MoveKeywords, MoveOptions
+from kvx_core.ops.streams import stream_number
+from kvx_core.types import Memory
+
+BlockIds = npt.NDArray[np.integer[Any]]
 _USUAL = MoveOptions()
+_ROWS = ("copy_rows",)  # the key of what copy_rows keeps
 
 
 def migrate(
@@ -76,55 +86,55 @@ def migrate(
     UnsupportedError, OutOfRangeError; then nothing was written.
     Spec: E.3
     """
-    src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
+    if type(src) is not CacheSpan:
+        src = CacheSpan.of(src, name="src")
+    if type(dst) is not CacheSpan:
+        dst = CacheSpan.of(dst, name="dst")
     chosen = MoveOptions.of(options) if options else _USUAL
-    key = id(dst), chosen.key, flag("same_model", same_model)
-    move = src.moves.to(dst, key)
-    ends = src, dst
-    if move is None:
-        found = facts.compare(
-            src.view.facts,
-            dst.view.facts,
-            src_head_start=src.head_start,
-            dst_head_start=dst.head_start,
-            same_model=same_model,
-            hadamard_k=chosen.hadamard_k,
-            hadamard_v=chosen.hadamard_v,
-        )
-        if found.reasons:
-            raise FactsMismatchError(found.reasons)
-        for transform in found.transforms:
-            ends = reordered(*ends, transform, find_scales=chosen.find_scales)
-    src.view.require_current("src")
-    dst.view.require_current("dst")
-    if src.view.holds is not None or dst.view.holds is not None:
-        require_both_hold(src, dst, seq_lens)
+    if same_model is not True and same_model is not False:
+        same_model = flag("same_model", same_model)
+    key = src.kind, dst.kind, chosen.key, same_model
+    bound = kept(src.view, dst.view, key)
+    ends = (src, dst) if bound else ends_of(src, dst, chosen, same_model=same_model)
+    _require_current(src, dst, seq_lens)
     if new_positions is not True:
-        flag("new_positions", new_positions)
-        starts, first = src.starts or dst.starts, src.first_positions or dst.first_positions
-        if starts is not None or first is not None:
+        if new_positions is not False:
+            flag("new_positions", new_positions)
+        if src.kind[-1] or dst.kind[-1]:
             require_same_positions(src, dst, seq_lens)
-    if move is None:
-        move = _bound_move(src, dst, chosen, key, ends)
     if stream is not None:
         stream = stream_number(stream)
-    if move.leaves_out:
+    if bound is None:
+        bound = _bind(src, dst, chosen, key, ends, seq_lens)
+    if bound.leaves_out:
         lens = SeqLens.of(seq_lens)
         if lens.memory is Memory.HOST:  # read once: who shares its memory may write it meanwhile
             seq_lens = SeqLens.of(lens.to_numpy())
-    moved = move.call(seq_lens, stream)
-    if move.moved:
-        used_on(stream, move.moved)
+    moved = bound.call(
+        seq_lens,
+        src.block_table,
+        src.slots,
+        src.starts,
+        dst.block_table,
+        dst.slots,
+        dst.starts,
+        stream,
+    )
     if moved < 0:
-        _check(moved)
+        bound.check(moved)
         lens = SeqLens.of(seq_lens)
         lengths = lens.to_numpy()
-        _move_described(move, src, dst, lens, int(lengths.max(initial=0)), stream)
+
+        def rebind() -> BoundMigration:
+            again = ends_of(src, dst, chosen, same_model=same_model)
+            return _bind(src, dst, chosen, key, again, lens)
+
+        _move_described(bound, rebind, src, dst, lens, int(lengths.max(initial=0)), stream)
         moved = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
-    if move.leaves_out:
-        lens = SeqLens.of(seq_lens)
-        return moved * move.token_bytes - bytes_left_out(src, dst, lens, chosen.num_heads or None)
-    return moved * move.token_bytes
+    if bound.leaves_out:
+        left_out = bytes_left_out(src, dst, SeqLens.of(seq_lens), chosen.num_heads or None)
+        return moved * bound.token_bytes - left_out
+    return moved * bound.token_bytes
 
 
 def copy_tokens(
@@ -142,124 +152,97 @@ def copy_tokens(
     """
     chosen = MoveOptions.of(options) if options else _USUAL
     stream = stream_number(stream)
-    src.view.require_current("src")
-    dst.view.require_current("dst")
-    if src.view.holds is not None or dst.view.holds is not None:
-        require_both_hold(src, dst, lens)
-    key = id(dst), chosen.key, "copy_tokens"
-    move = src.moves.to(dst, key) or _bound_move(src, dst, chosen, key, (src, dst))
-    _move_described(move, src, dst, lens, max_seq_len, stream)
+    _require_current(src, dst, lens)
+    key = src.kind, dst.kind, chosen.key, "copy_tokens"
+    bind = partial(_bind, src, dst, chosen, key, (src, dst), lens)
+    bound = kept(src.view, dst.view, key) or bind()
+    moved = -SIZES
+    if not max_seq_len:
+        places = src.block_table, src.slots, src.starts, dst.block_table, dst.slots, dst.starts
+        moved = bound.call(lens, *places, stream)
+        bound.check(moved)
+    if moved < 0:
+        _move_described(bound, bind, src, dst, lens, max_seq_len, stream)
 
 
-def bound_copy(src: CacheSpan, dst: CacheSpan, lens: SeqLens) -> Callable[[], None]:
-    """Binds copy_tokens between caches on the host: each call reads tables, starts and lengths anew
-    from their arrays, which stay where they are.
+def copy_rows(
+    src: CacheView,
+    src_blocks: BlockIds,
+    src_start: int,
+    dst: CacheView,
+    dst_blocks: BlockIds,
+    dst_start: int,
+    num_tokens: int,
+) -> None:
+    """copy_tokens of one sequence between caches on the host, without a description of its place.
 
-    Raises InvalidArgumentError; the call what copy_tokens raises.
+    Tokens from src_start on go to dst_start on.
+    src_blocks, dst_blocks: (blocks of the sequence,); null ones of dst_blocks are skipped
+    Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     """
-    key = id(dst), _USUAL.key, "copy_tokens"
-    move = _bound_move(src, dst, _USUAL, key, (src, dst))
-    where_read({"seq_lens": lens}, _first_tensors(src, dst), move.transfer)
-    struct = lens.to_c()
-    address = abi.address_of(struct)
+    if src.holds is None and dst.holds is None:
+        src.require_current("src")
+        dst.require_current("dst")
+        bound = kept(src, dst, _ROWS)
+        if bound is None:
+            ends = src.at([]), dst.at(BlockTable.packed([]).with_holes())
+            bound = _bind(*ends, _USUAL, _ROWS, ends, ())
+        here, there = (src_blocks[None], None, [src_start]), (dst_blocks[None], None, [dst_start])
+        moved = bound.call([num_tokens], *here, *there, None)
+        if moved >= 0:
+            return
+        bound.check(moved)
+    copy_tokens(
+        src.at(block_table=src_blocks[None], starts=[src_start]),
+        dst.at(block_table=BlockTable.packed(dst_blocks[None]).with_holes(), starts=[dst_start]),
+        SeqLens.of([num_tokens]),
+    )
 
-    def copy(struct: object = struct) -> None:  # which keeps the struct
+
+def _require_current(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
+    """Asks the engines of both ends whether these tokens are there, and the caches the same."""
+    if src.view.outdated is not None:
         src.view.require_current("src")
+    if dst.view.outdated is not None:
         dst.view.require_current("dst")
-        if src.view.holds is not None or dst.view.holds is not None:
-            require_both_hold(src, dst, lens)
-        if (src.held("src"), dst.held("dst")) == move.held:
-            _check(move.call(None, None, address, 0))
-        else:  # the memory is the same, in another storage
-            copy_tokens(src, dst, lens)
-
-    return copy
+    if src.view.holds is not None or dst.view.holds is not None:
+        require_both_hold(src, dst, seq_lens)
 
 
-def _bound_move(
+def _bind(
     src: CacheSpan,
     dst: CacheSpan,
     options: MoveOptions,
     key: tuple[Any, ...],
     ends: tuple[CacheSpan, CacheSpan],
-) -> Move:
-    """Binds the move of these ends and options, and keeps it with `src` by `key`.
+    seq_lens: Any,
+) -> BoundMigration:
+    """Binds migrations of such ends, and keeps them for the views by `key`.
 
-    ends: the same ends as described to C: the dims of K may be in another order
-    Raises InvalidArgumentError.
+    ends: src and dst as they are described to libkvx
+    Raises InvalidArgumentError, UnsupportedError.
     """
-    held = src.held("src"), dst.held("dst")
-    for name, tensor in dst.view.read_only.items():
-        tensor.require_writable(f"dst.{name}")
-    if options.find_scales:
-        for name, scales in (("k_scales", dst.view.k_scales), ("v_scales", dst.view.v_scales)):
-            for i, scale in enumerate(scales or ()):
-                if scale is not None:
-                    scale.require_writable(f"dst.{name}[{i}]")
-    tensors = _first_tensors(src, dst)
-    memory = {tensor.memory for tensor in tensors.values()} - {Memory.HOST} or {Memory.HOST}
-    given, moved = places_of(src, dst), {}
-    if tensors:
-        read = where_read(given, tensors, options.transfer)
-        moved = {name: index for name, index in read.items() if index is not given[name]}
-        ends = with_places(ends, read) if moved else ends
-    where = next(iter(memory))
-    binding = bound.Binding(
-        held=held,
-        memory=where,
-        index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else where,
-        stream=current_stream(*(tensor.owner for tensor in tensors.values())),
-    )
-    struct = abi.kvx_migrate_desc_t(
-        flags=options.flags,
-        num_heads=options.num_heads or 0,
-        src=abi.pointer_to(ends[0]),
-        dst=abi.pointer_to(ends[1]),
-    )
-    token_bytes = dst.view.bytes_per_token(options.num_heads)
-    rows = max(_table_rows(src, dst), default=0)
-    call = bound.migrate(binding, struct, token_bytes, rows)
-    leaves_out = may_leave_out(src, zero_fill=options.zero_fill) or may_leave_out(dst)
-    move = Move(call, token_bytes, held, options.transfer, leaves_out, moved)
-    src.moves.keep(dst, key, move)
-    return move
+    return keep(src.view, dst.view, key, of_no_tokens(src, dst, options, ends, seq_lens))
 
 
 def _move_described(
-    move: Move, src: CacheSpan, dst: CacheSpan, lens: SeqLens, max_seq_len: int, stream: int | None
+    bound: BoundMigration,
+    rebind: Callable[[], BoundMigration],
+    src: CacheSpan,
+    dst: CacheSpan,
+    lens: SeqLens,
+    max_seq_len: int,
+    stream: int | None,
 ) -> None:
-    """Moves tokens whose lengths Python describes."""
-    held = src.held("src"), dst.held("dst")
-    if held != move.held:
-        src.moves.clear()  # the memory is the same, in another storage: bind anew
-    tensors = _first_tensors(src, dst)
-    if stream is None:
-        stream = abi.stream_now(current_stream(*(t.owner for t in tensors.values())))
-    if lens.seq_count and tensors:
-        lens = where_read({"seq_lens": lens}, tensors, move.transfer, stream)["seq_lens"]
-    struct = lens.to_c()
-    # A bound that does not fit the struct is left out: libkvx refuses such lengths.
-    max_seq_len = max_seq_len if 0 <= max_seq_len < 2**32 else 0
-    _check(move.call(None, stream, abi.address_of(struct), max_seq_len))
-    if move.moved:
-        used_on(stream, move.moved)
+    """Moves tokens whose lookups Python describes.
 
-
-def _check(moved: int) -> None:
-    """Raises the exception of a migration that failed."""
-    if moved <= -(1 << bound.FAILED):
-        abi.check(-moved >> bound.FAILED)
-
-
-def _first_tensors(src: CacheSpan, dst: CacheSpan) -> dict[str, Borrowed]:
-    """A tensor of each end, by name: their memory decides where the call runs; none if an end is
-    empty.
+    rebind: binds anew, for memory that is the same in another storage
     """
-    if src.view.layers and dst.view.layers:
-        return {"src.layers[0].k": src.view.layers[0].k, "dst.layers[0].k": dst.view.layers[0].k}
-    if src.view.planes and dst.view.planes:
-        return {"src.planes[0]": src.view.planes[0], "dst.planes[0]": dst.view.planes[0]}
-    return {}
+    src.require_in_place("src")
+    dst.require_in_place("dst")
+    if not all(held.are_in_place() for held in bound.held):
+        bound = rebind()
+    bound.run_described({"seq_lens": lens, **places_of(src, dst)}, max_seq_len, stream)
 
 
 def _table_rows(src: CacheSpan, dst: CacheSpan) -> list[int]:

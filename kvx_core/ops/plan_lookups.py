@@ -19,8 +19,8 @@ Indices = dict[str, SlotMapping | BlockTable | SeqLens | None]
 class Lookups(TypedDict, total=False):
     """Tables, slots and starts of each end, as for CacheView.at; None: the plan's.
 
-    A table replaces one of the same format, slots replace slots; slots that are no SlotMapping skip
-    the plan's invalid_slot.
+    A table replaces one of the same format, slots replace slots. Slots that are no SlotMapping skip
+    the plan's invalid_slot; a table that is no BlockTable may have holes if the plan's may.
     """
 
     src_block_table: Table | None
@@ -57,6 +57,8 @@ def describe_lookups(
             found[name] = table = span.view.table_of(index)
             if table is index:
                 table.require_in_place(name)
+            elif span.block_table is not None and span.block_table.has_holes:
+                found[name] = table.with_holes()
         elif name.endswith("slots"):
             found[name] = SlotMapping.of(index, invalid_slot=invalid_slot(span))
         else:

@@ -52,7 +52,7 @@ class End:
         self._blocks: dict[tuple[bool, int, int | None], npt.NDArray[np.int64]] = {}
         with self.named():
             span.view.require_current("src")
-            span.held("src")
+            span.require_in_place("src")
         if span.slots is not None and span.slots.token_count != self.num_tokens:
             raise InvalidArgumentError(
                 f"{name}.slots.token_count is {span.slots.token_count}, expected the sum of "

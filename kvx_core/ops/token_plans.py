@@ -69,8 +69,9 @@ class WritePlan(_TokenPlan):
     """write_kv, bound to all but its tensors: less than a microsecond per call.
 
     That holds for torch tensors, read through DLPack (torch >= 2.10, or the package
-    torch-c-dlpack-ext); other arguments take as long as in write_kv. Threads may share a plan. It
-    refuses a cache or scale whose storage was resized or replaced since.
+    torch-c-dlpack-ext), for numpy arrays and for lists of int; others take some tens of
+    microseconds. Threads may share a plan. It refuses a cache or scale whose storage was resized or
+    replaced since.
     """
 
     __slots__ = ()
@@ -157,8 +158,9 @@ class GatherPlan(_TokenPlan):
     """gather_kv, bound to all but its tensors: less than a microsecond per call.
 
     That holds for torch tensors, read through DLPack (torch >= 2.10, or the package
-    torch-c-dlpack-ext); other arguments take as long as in gather_kv. Threads may share a plan. It
-    refuses a cache or scale whose storage was resized or replaced since.
+    torch-c-dlpack-ext), for numpy arrays and for lists of int; others take some tens of
+    microseconds. Threads may share a plan. It refuses a cache or scale whose storage was resized or
+    replaced since.
     """
 
     __slots__ = ()

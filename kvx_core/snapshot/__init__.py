@@ -8,8 +8,7 @@ planes     planes of a section                   dense     tensors in memory, as
 storage_format  what K and V are converted to    rows     units that span heads
 pool       memory that snapshots reuse           chunks    captures of chunks of one sequence
 nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
-restore    the copy of a snapshot into a cache
-copiers    copies that are described once       room      memory that snapshots are read into
+restore    the copy of a snapshot into a cache   room     memory that snapshots are read into
 
 Files, of stores and of snapshots:
 chunk_file  writes and reads one                kind      how files are laid out

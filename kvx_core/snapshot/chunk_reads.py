@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvx_core._c import bound
+from kvx_core._c import file_calls
 from kvx_core._c.os_files import OpenFile
 from kvx_core.snapshot.chunk_file import ChunkFile, Wanted, data_of, snapshot_of
 from kvx_core.snapshot.contents import Header
@@ -50,7 +50,7 @@ def read_chunks(
     files:  at most MOST_FILES
     room:   that they were made for, which has given the memory at `at`
     """
-    read, snapshots = bound.read_chunks(), list[Snapshot | None]([None] * len(files))
+    read, snapshots = file_calls.read_chunks(), list[Snapshot | None]([None] * len(files))
     quick = [(i, file) for i, file in enumerate(files) if file.wanted.selection.plan is not None]
     if read is None or not quick:
         return snapshots

@@ -14,10 +14,9 @@ import numpy as np
 
 from kvx_core.desc.tables import BlockTable
 from kvx_core.desc.view import CacheView
-from kvx_core.ops.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_rows, copy_tokens
 from kvx_core.snapshot.capture import check_sections, parts_of, to_capture, to_capture_all
 from kvx_core.snapshot.contents import Part, Stored, is_row
-from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.memory import Bytes, host_memory, laid_out
 from kvx_core.snapshot.precision import Precisions
@@ -43,20 +42,16 @@ class _Slab:
         block_bytes: int,
         num_blocks: int,
         block_tokens: int,
-        caches: Sequence[ref[CacheView]],
         *,
         pinned: bool,
     ) -> None:
-        """caches: that are copied from; others may be, too"""
         self.block_tokens = block_tokens
         self.memory = host_memory(block_bytes * num_blocks, pinned=pinned)
         self._dense = Dense(tensors, self.memory)
         self._block_bytes, self._num_blocks = block_bytes, num_blocks
-        self._caches = caches
         # Of each block, for numpy.
         self.interfaces = [self._block(i).__array_interface__ for i in range(num_blocks)]
         self._views: dict[tuple[int, ...], CacheView] = {}
-        self._copiers: dict[int, Copiers] = {}  # by the id of the cache
 
     def _block(self, index: int) -> Bytes:
         """The memory of one snapshot."""
@@ -68,14 +63,6 @@ class _Slab:
         if found is None:
             found = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
             self._views[layers] = found
-        return found
-
-    def copiers(self, section: Section) -> Copiers | None:
-        """Copies of a section's cache; None for another one, such as one of some of its layers."""
-        cache = section.view
-        found = self._copiers.get(id(cache))
-        if found is None and any(known() is cache for known in self._caches):
-            found = self._copiers[id(cache)] = Copiers(cache, self.view(section.layers))
         return found
 
 
@@ -132,9 +119,8 @@ def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
         slab, start = run[0].lease.slab, run[0].start
         num_tokens = sum(one.num_tokens for one in run)
         blocks = np.array([one.lease.block for one in run], np.int64)
-        copiers = slab.copiers(section) if row is not None else None
-        if copiers is not None and row is not None:
-            copiers.copy(row, start, blocks, 0, num_tokens)
+        if row is not None:
+            copy_rows(section.view, row, start, slab.view(section.layers), blocks, 0, num_tokens)
             continue
         of_slab = table_on(BlockTable.packed(blocks[None]), device)
         copy_tokens(
@@ -170,11 +156,10 @@ class _Kind:
     ) -> None:
         """tensors: of a snapshot of num_tokens tokens, which takes num_bytes
 
-        Does not keep the caches alive, but for copies between two on the host.
+        Does not keep the caches alive.
         """
         self.parts, self.num_tokens = parts, num_tokens
         self.free: deque[tuple[_Slab, int]] = deque()
-        self._views = [ref(section.view) for section in sections]
         self._tensors = tensors
         step = lcm(_ALIGN, *(stored.dtype.itemsize for stored in tensors.values()))
         self._block_bytes = -(-num_bytes // step) * step
@@ -227,7 +212,6 @@ class _Kind:
             self._block_bytes,
             num_blocks,
             self.num_tokens,
-            self._views,
             pinned=self._is_pinned,
         )
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from kvx_core.desc.view import CacheView
 from kvx_core.snapshot.contents import Header, Stored, is_row, is_scale, layer_of
-from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.dense import Dense, Views
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 
 _MAX_PLACED = 256  # that are remembered
-_MAX_KEPT = 16  # caches, and copiers, that a room keeps
+_MAX_KEPT = 16  # caches that a room keeps
 
 Tensors = dict[str, Stored]
 
@@ -100,7 +99,6 @@ class Room:
         self._memory = host_memory(0)
         self._used = 0  # bytes
         self._caches: dict[tuple[int, tuple[int, ...], int], tuple[Tensors, CacheView]] = {}
-        self._copiers: dict[tuple[int, int], tuple[CacheView, CacheView, Copiers]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +118,6 @@ class Room:
         if num_bytes > len(self._memory):
             self.views.clear()
             self._caches.clear()
-            self._copiers.clear()
             self._memory = host_memory(max(1, times) * num_bytes, pinned=self._pinned)
 
     def take(self, num_bytes: int) -> tuple[int, Bytes]:
@@ -154,13 +151,3 @@ class Room:
             found = dense.blocks(layers, len(self._memory) // place.num_bytes, place.num_bytes)
             known = self._caches[key] = place.block, found
         return known[1]
-
-    def copiers(self, cache: CacheView, target: CacheView) -> Copiers:
-        """Copies from a `cache` of this room to another one, both on the host."""
-        key = id(cache), id(target)
-        known = self._copiers.get(key)
-        if known is None or known[0] is not cache or known[1] is not target:
-            if len(self._copiers) >= _MAX_KEPT:
-                self._copiers.clear()
-            known = self._copiers[key] = cache, target, Copiers(cache, target)
-        return known[2]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvx_core.desc.tables import BlockTable
-from kvx_core.ops.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_rows, copy_tokens
 from kvx_core.ops.write_gather import device_status
 from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.scales import has_vector_scales
@@ -61,9 +61,9 @@ def restore_all(
     cache, index = room.cache(place, layers), at // place.num_bytes
     blocks = np.arange(index, index + len(snapshots), dtype=np.int64)
     row = row_on_host(section.block_table) if device is None and heads == section.heads else None
-    if row is not None and section.view is view:  # which is there for the next copy, too
-        copiers = room.copiers(cache, view)
-        copiers.copy(blocks, start - first.header.start, row, start, stop - start)
+    if row is not None:
+        at_first = start - first.header.start
+        copy_rows(cache, blocks, at_first, section.view, row, start, stop - start)
         return (stop - start) * view.bytes_per_token(end - begin)
     table = table_on(section.block_table, device)
     copy_tokens(

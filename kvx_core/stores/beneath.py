@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvx_core._c import bound
+from kvx_core._c.file_calls import read_file
 from kvx_core._c.os_files import OpenFile, close, first_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
-_read_file = bound.read_file()
+_read_file = read_file()
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long

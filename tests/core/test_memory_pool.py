@@ -16,8 +16,8 @@ import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot, describe
 from kvx_core.desc.tables import BlockTable
+from kvx_core.ops.migrate import copy_rows
 from kvx_core.snapshot import Chunks, MemoryPool, Section
-from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.pool import Lease
 
 CHUNK = 24
@@ -123,13 +123,12 @@ def test_chunks_together_are_the_chunks_one_by_one(seed: int, format: str | None
 
 def test_chunks_together_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     held, pool, copies = section(0), MemoryPool(4), []
-    copy = Copiers.copy
 
     def counted(*arguments: Any) -> None:
         copies.append(arguments)
-        copy(*arguments)
+        copy_rows(*arguments)
 
-    monkeypatch.setattr(Copiers, "copy", counted)
+    monkeypatch.setattr("kvx_core.snapshot.pool.copy_rows", counted)
     for _ in range(3):
         run = Chunks([held], 0, 40, pool=pool)
         found = [

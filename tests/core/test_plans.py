@@ -145,8 +145,10 @@ class Subclass(torch.Tensor):
         (lambda k, v, s: (k.half(), v.float(), s.int()), True),
         (lambda k, v, s: (k, v, torch.arange(8)[::2]), False),
         (lambda k, v, s: (k, v, torch.arange(8)[:1:2]), True),  # one slot, with a stride
-        (lambda k, v, s: (k, v, s.tolist()), False),
-        (lambda k, v, s: (k, v, s.numpy()), False),
+        (lambda k, v, s: (k, v, s.tolist()), True),
+        (lambda k, v, s: (k, v, list(s)), False),
+        (lambda k, v, s: (k, v, s.numpy()), True),
+        (lambda k, v, s: (k.float().numpy(), v.half().numpy(), s), True),
         (lambda k, v, s: (k.as_subclass(Subclass), v, s), False),
         (lambda k, v, s: (torch.nn.Parameter(k), v, s), False),
         (lambda k, v, s: (k, v, s[None]), False),

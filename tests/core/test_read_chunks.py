@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvx_core import DType, Snapshot
-from kvx_core._c import bound
+from kvx_core._c import file_calls
 from kvx_core._c.os_files import close
 from kvx_core.snapshot import Room, StoreError
 from kvx_core.snapshot.chunk_file import Wanted
@@ -301,6 +301,6 @@ def test_loads_read_plain_files_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyP
         store.load(match, 0, 20, engine.sections())
     engine.check(tokens, 0, 20)
     other = Engine(seed=1)
-    monkeypatch.setattr(bound, "read_chunks", lambda: None)
+    monkeypatch.setattr(file_calls, "read_chunks", lambda: None)
     store.load(match, 0, 20, other.sections())
     other.check(tokens, 0, 20)

@@ -12,10 +12,9 @@ import torch
 
 from kvx_core import CacheDesc, CacheFacts, CacheView, Snapshot, StoreError, describe
 from kvx_core.desc.tables import BlockTable
-from kvx_core.ops.migrate import copy_tokens
+from kvx_core.ops.migrate import copy_rows, copy_tokens
 from kvx_core.snapshot import Room, Section, can_join, restore_all, side_by_side
 from kvx_core.snapshot import room as room_module
-from kvx_core.snapshot.copiers import Copiers
 
 CHUNK, CHUNKS, HEADS, DIM = 8, 4, 8, 32
 STOP = CHUNK * CHUNKS - 3  # the last chunk is not full
@@ -63,7 +62,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return lambda *arguments, **options: found.append(arguments) or copy(*arguments, **options)
 
     monkeypatch.setattr(side_by_side, "copy_tokens", counted(copy_tokens))
-    monkeypatch.setattr(Copiers, "copy", counted(Copiers.copy))
+    monkeypatch.setattr(side_by_side, "copy_rows", counted(copy_rows))
     return found
 
 
@@ -176,9 +175,9 @@ def test_a_room_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         restore_all(read, again, 0, stop)
         monkeypatch.undo()
         assert all(map(torch.equal, expected, held))
-        ((copiers, *_),) = made
-        views.append(copiers)
-    assert len({id(copiers) for copiers in views}) == 1  # described once
+        ((cache, *_),) = made
+        views.append(cache)
+    assert len({id(cache) for cache in views}) == 1  # described once
 
 
 def test_a_full_room_is_not_taken_from_others(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copiers: a description that is used again never mixes requests, threads or block tables."""
+"""copy_rows and what captures by it: requests, threads and block tables are never mixed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvx_core import CacheDesc, CacheFacts, CacheView, OutOfRangeError, Snapshot
 from kvx_core.desc.find_tokens import find_tokens, null_blocks
 from kvx_core.desc.tables import BlockTable, SeqLens
 from kvx_core.desc.tensor_desc import TensorDesc
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.ops.migrate import copy_rows
 from kvx_core.snapshot import Chunks, MemoryPool, Nulls, Precision, Section
-from kvx_core.snapshot.copiers import Copiers
 from kvx_core.snapshot.section import row_on_host
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
@@ -109,28 +109,58 @@ def test_nothing_stays_of_a_longer_sequence() -> None:
     # Nor does a copy find it that is not asked whether the table is long enough.
     dense = torch.zeros(LAYERS, 2, 1, 50 * BLOCK, 2, 8)
     to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
-    copiers, first = Copiers(VIEW, to), np.zeros(1, np.int64)
-    copiers.copy(row_of(of_request(0, 50)), 0, first, 0, 50 * BLOCK)
-    copiers.copy(row_of(short), 0, first, 0, 5 * BLOCK)
+    first = np.zeros(1, np.int64)
+    copy_rows(VIEW, row_of(of_request(0, 50)), 0, to, first, 0, 50 * BLOCK)
+    copy_rows(VIEW, row_of(short), 0, to, first, 0, 5 * BLOCK)
     dense.zero_()
-    with pytest.raises(OutOfRangeError, match=f"is {2**31 - 1}, expected"):
-        copiers.copy(row_of(short), 0, first, 0, 5 * BLOCK + 1)
+    with pytest.raises(OutOfRangeError, match=r"needs tokens \[0, 0 \+ 21\)"):
+        copy_rows(VIEW, row_of(short), 0, to, first, 0, 5 * BLOCK + 1)
     with pytest.raises(OutOfRangeError):
-        copiers.copy(row_of(of_request(0, 50)), 50 * BLOCK - 1, first, 0, 2)
+        copy_rows(VIEW, row_of(of_request(0, 50)), 50 * BLOCK - 1, to, first, 0, 2)
     assert not dense.any()
 
 
-def test_after_an_error_nobody_gets_its_description() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int16])
+def test_rows_are_copied_from_where_to_where_they_are_said_to_be(dtype: Any) -> None:
+    """Rows that C reads, and those that Python describes: of other dtypes and with strides."""
+    dense = torch.full((LAYERS, 2, 3, BLOCK, 2, 8), 7.5)
+    to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
+    blocks, into = np.array([9, 4, 17, 30]), np.array([2, -1, 0])  # -1: is skipped
+    for start, at, count in ((0, 0, 12), (3, 1, 9), (5, 2, 1), (15, 0, 1)):
+        dense.fill_(7.5)
+        expected = dense.clone()
+        for i in range(count):
+            (b, here), (c, there) = divmod(start + i, BLOCK), divmod(at + i, BLOCK)
+            if into[c] >= 0:
+                for layer, cache in enumerate(VIEW.layers):
+                    for half, tensor in enumerate((cache.k, cache.v)):
+                        assert tensor is not None
+                        row = tensor.owner[blocks[b], here]  # type: ignore[index]
+                        expected[layer, half, into[c], there] = row
+        if dtype is not np.int16:
+            copy_rows(VIEW, blocks.astype(dtype), start, to, into.astype(dtype), at, count)
+            assert torch.equal(dense, expected)
+            dense.fill_(7.5)
+            strided = np.repeat(blocks.astype(dtype), 2)[::2]
+            with pytest.raises(InvalidArgumentError, match="stride is"):
+                copy_rows(VIEW, np.repeat(strided, 2)[::2], start, to, into, at, count)
+        else:
+            with pytest.raises(UnsupportedError, match="dtype is 'int16'"):
+                copy_rows(VIEW, blocks.astype(dtype), start, to, into, at, count)
+        assert (dense == 7.5).all()
+
+
+def test_an_error_changes_nothing_for_the_next_copy() -> None:
     dense = torch.zeros(LAYERS, 2, 1, BLOCK, 2, 8)
     to = CacheView(tuple(CacheDesc.from_kv(nhd(k), nhd(v)) for k, v in dense), FACTS)
-    copiers, blocks, first = Copiers(VIEW, to), np.arange(1, 3), np.zeros(1, np.int64)
-    copiers.copy(blocks, 0, first, 0, BLOCK)
-    (used,) = copiers._idle
-    copiers.copy(blocks, 0, first, 0, BLOCK)
-    assert list(copiers._idle) == [used]
-    with pytest.raises(OutOfRangeError):
-        copiers.copy(np.array([BLOCKS]), 0, first, 0, BLOCK)
-    assert not copiers._idle
+    blocks, first = np.arange(1, 3), np.zeros(1, np.int64)
+    for _ in range(3):
+        dense.zero_()
+        with pytest.raises(OutOfRangeError):
+            copy_rows(VIEW, np.array([BLOCKS]), 0, to, first, 0, BLOCK)
+        assert not dense.any()
+        copy_rows(VIEW, blocks, 0, to, first, 0, BLOCK)
+        assert dense.all()
 
 
 def test_memory_that_has_moved_is_refused_and_views_that_are_out_of_date() -> None:
@@ -145,19 +175,19 @@ def test_memory_that_has_moved_is_refused_and_views_that_are_out_of_date() -> No
         )
         for tensors in (caches, dense)
     )
-    copiers, blocks, first = Copiers(cache, to), np.arange(1, 3), np.zeros(1, np.int64)
-    copiers.copy(blocks, 0, first, 0, BLOCK)
+    blocks, first = np.arange(1, 3), np.zeros(1, np.int64)
+    copy_rows(cache, blocks, 0, to, first, 0, BLOCK)
     assert dense.all()
     dense.zero_()
     reasons.append("the engine sleeps")
     with pytest.raises(InvalidArgumentError, match="src is out of date: the engine sleeps"):
-        copiers.copy(blocks, 0, first, 0, BLOCK)
+        copy_rows(cache, blocks, 0, to, first, 0, BLOCK)
     reasons.clear()
-    copiers.copy(blocks, 0, first, 0, BLOCK)
+    copy_rows(cache, blocks, 0, to, first, 0, BLOCK)
     assert dense.all()
     caches.untyped_storage().resize_(0)
     with pytest.raises(InvalidArgumentError, match="storage has been resized or replaced"):
-        copiers.copy(blocks, 0, first, 0, BLOCK)
+        copy_rows(cache, blocks, 0, to, first, 0, BLOCK)
 
 
 def test_threads_never_mix() -> None:
