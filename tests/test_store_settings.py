@@ -6,13 +6,15 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from kvx_core.connector.settings import StoreSettings
+from kvx_core.connector.plan import Scope
+from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory
 from kvx_core.stores.inventory import num_bytes_of
@@ -34,12 +36,33 @@ def test_settings_take_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("loader_threads", 1), ("min_tokens", 1), ("lookup_seconds", 0)]
+    ("name", "least"),
+    [
+        ("min_tokens", 1),
+        ("writer_threads", 1),
+        ("loader_threads", 1),
+        ("chunk_tokens", 16),
+        ("lookup_seconds", 0),
+        ("fresh_seconds", 0),
+        ("shutdown_seconds", 0),
+    ],
 )
 def test_the_least_that_settings_take(name: str, least: int, tmp_path: Path) -> None:
     assert getattr(StoreSettings(path=tmp_path, **{name: least}), name) == least  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"{name}\n.* greater than or equal to {least}"):
         StoreSettings(path=tmp_path, **{name: least - 1})  # type: ignore[arg-type]
+
+
+def test_the_stores_of_1024_scopes_are_kept() -> None:
+    """Salts come from users, whose number has no end."""
+    store: Any = SimpleNamespace(salted=lambda salt: object())
+    scoped = Scoped(store)
+    first = scoped[Scope("0")]
+    for i in range(1, 1024):
+        scoped[Scope(str(i))]
+    assert scoped[Scope("0")] is first
+    scoped[Scope("1024")]
+    assert scoped[Scope("0")] is not first
 
 
 @pytest.mark.parametrize("name", ["key_files", "encryption_key_files"])

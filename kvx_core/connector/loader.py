@@ -151,10 +151,10 @@ class Loader:
                 results.failed.append((work.load, work.first if is_current else work.load.start))
         return results
 
-    def shutdown(self) -> bool:
+    def shutdown(self) -> None:
         """Cancels loads that have not begun, and waits for the others at most shutdown_seconds."""
         self.cancel(tuple(self._waiting))
-        return self._workers.shutdown(self._settings.shutdown_seconds, drop=True)
+        self._workers.shutdown(self._settings.shutdown_seconds, drop=True)
 
     def _load_beside(self, work: _Work) -> None:
         """Runs in a thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes as c
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvx_adapters.cli.engines.live_llama_cpp import Context
 from kvx_adapters.cli.engines.llama_cpp_abi import library
 from kvx_adapters.cli.engines.llama_cpp_library import LIBLLAMA, folder
 from kvx_adapters.llama_cpp import Memory, State
+from kvx_adapters.llama_cpp.held import positions_held
 from kvx_core import (
     CacheSpan,
     FactsMismatchError,
@@ -374,3 +376,26 @@ def test_a_library_is_used_as_it_is() -> None:
     assert memory.positions(0) == range(HELD)
     assert own.llama_n_seq_max.argtypes is None
     assert own.llama_n_seq_max.restype is c.c_int
+
+
+@pytest.mark.parametrize(("held", "count"), [(1, 1), (7, 7), (8, 8), (9, 1), (16, 8), (21, 5)])
+def test_a_layer_that_sees_its_chunk_holds_that(held: int, count: int) -> None:
+    """Of chunks of 8 tokens (Llama 4) a state has those of the last one; fewer were removed."""
+    context = computed(3)
+    view = context.cache()
+    view = replace(view, facts=replace(view.facts, window=8))
+    ends = 8 + 4 + 4 * view.layers[0].num_blocks + 8 + 24 * len(view.layers)
+
+    def found(num_cells: int) -> range:
+        def state_bytes(sequence: int, *, windows: bool = False) -> int:
+            return ends + num_cells * (12 + view.bytes_per_token()) + 1000 * (not windows)
+
+        memory: Any = SimpleNamespace(
+            positions=lambda sequence: range(held), state_bytes=state_bytes
+        )
+        return positions_held(memory, view, 0)
+
+    assert found(count) == range(held)
+    for wrong in {count - 1, count + 1} - {0, min(held, 8), min(held, 8) + 1}:
+        with pytest.raises(InvalidArgumentError, match=rf"has {wrong} tokens? at the positions"):
+            found(wrong)

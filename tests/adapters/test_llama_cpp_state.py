@@ -185,6 +185,7 @@ V = 60 + 2 * (12 + 3 * 512)
         (patched(12, 2**31), r"expected 25769803776 for the cells: it is cut off, or a length bef"),
         (patched(16, 2**32 - 1), "positions of cells is .*, expected different ones, not < 0"),
         (patched(28, 0), r"positions of cells is \[0, 0, 2\]"),
+        (patched(28, 0, new(12, num_layers=2).data.tobytes()), r" \[0, 0, 2, 3, 4, 5, 6, 7\] "),
         (patched(20, 2), "sequences of cell 0 is 2 before byte 52, expected 1. A model whose"),
         (patched(24, 5), "sequence of cell 0 is 5 before byte 52, expected 0"),
         (patched(52, 2), "v_transposed is 2 before byte 56, expected 0 or 1"),

@@ -276,7 +276,8 @@ def test_a_shared_prefix_is_read_only() -> None:
 
 def test_no_shared_prefix_is_checked_too() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    assert tgi.slot_mapping(torch.tensor([5, 0, 0, -1, -1]), shared=nothing).token_count == 5
+    padded = tgi.slot_mapping(torch.tensor([5, 0, 0, -1, -1]), shared=nothing)
+    assert (padded.token_count, padded.invalid_slot) == (5, -1)
     with pytest.raises(
         InvalidArgumentError,
         match=r"^slots\[1\] and slots\[3\] are both 1, expected each slot once: a window is cyclic",

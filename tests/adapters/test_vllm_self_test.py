@@ -145,7 +145,12 @@ def test_cpu_mla_passes(dtype: torch.dtype) -> None:
         kv_cache_dtype="auto",
         _k_scale=torch.tensor(1.0),
     )
-    write = vllm.engine_write(layer)
+    engine_write = vllm.engine_write(layer)
+
+    def write(key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        assert value is None  # a cache of latents has no V
+        engine_write(key, value, slots)
+
     vllm.self_test(cache, spec, write)
     vllm.self_test(cache.unsqueeze(1), spec, write)
     assert (raw == SENTINEL).all()
@@ -237,6 +242,34 @@ def test_a_stride_that_is_wrong_is_caught() -> None:
     assert (raw == SENTINEL).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name", "expected"),
+    [
+        (torch.float16, "auto", torch.float16),
+        (torch.uint8, "fp8", torch.bfloat16),
+        (torch.float8_e5m2, "fp8_e5m2", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_dtype_of_the_token_is_that_of_the_cache_or_bfloat16_if_it_is_quantised(
+    dtype: torch.dtype, name: str, expected: torch.dtype
+) -> None:
+    spec = make_spec(num_layers=1, dtype=dtype, kv_cache_dtype=name)
+    raw, (cache,) = by_permutation(spec)
+    stored, seen = expected, []
+    if dtype.itemsize == 1:
+        stored = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
+
+    def write(key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        assert value is not None
+        seen.append((key.dtype, value.dtype))
+        halves_write(cache)(key.to(stored).view(dtype), value.to(stored).view(dtype), slots)
+
+    vllm.self_test(cache, spec, write)
+    assert set(seen) == {(expected, expected)}
+    assert (raw == SENTINEL).all()
+
+
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BHLNC"])
 def test_other_layouts_pass(layout: str) -> None:
     spec = make_spec(layout, backend="FLASH_ATTN", dtype=torch.float16)
@@ -301,6 +334,7 @@ def test_rows_of_bytes() -> None:
         """Like Triton's: the first call sets all scales to 1."""
         assert value is not None
         assert key.shape == (1, H, D)
+        assert (key.dtype, value.dtype) == (torch.bfloat16, torch.bfloat16)
         if not started:
             for end in (D, 2 * D + 4):
                 caches[0][..., end : end + 4] = torch.ones(1).view(torch.int8)

@@ -135,3 +135,13 @@ def test_nothing_counts_of_a_load_during_which_the_weights_change(loading: Loadi
     assert loading.loader.take_results() == Results({"r"}, [(load, 0)])
     (line,) = loading.log
     assert line.endswith("could not load request r: the model's weights changed while it ran")
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_load_that_is_refused_has_failed(wait: bool, loading: Loading) -> None:
+    """An engine treats as good what is not reported, and reads blocks that nobody has filled."""
+    load = Load("r", Scope(), loading.match, 16, len(TOKENS), ([0],), wait=wait)
+    loading.loader.refuse(load, "as a test says")
+    assert loading.loader.take_results() == Results(set() if wait else {"r"}, [(load, 16)])
+    (line,) = loading.log
+    assert line.endswith("could not load request r: as a test says")

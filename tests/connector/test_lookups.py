@@ -22,7 +22,9 @@ from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.threads import Workers
 from kvx_core.stores.index import Index
+from kvx_core.stores.pace import Pace
 from kvx_core.stores.token_chain import TokenChain
+from kvx_core.stores.walk import Walk
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
 from tests.connector.toy_connector import view_of
 from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
@@ -86,6 +88,22 @@ def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked.blobs.num_calls == calls
 
 
+def test_short_prompts_that_memory_knows_need_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of longer ones are computed in one, for what is saved."""
+    monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
+    monkeypatch.setattr(lookups, "_OWN_TOKENS", 40)
+    asked, jobs = Asked(tmp_path), list[str]()
+    for count in (40, 41):
+        assert asked.answer(prompt(count, count)) == 0
+    assert asked.lookups._workers.wait(60)
+    monkeypatch.setattr(asked.lookups._workers, "submit", lambda job, name: jobs.append(name))
+    for count, num_jobs in ((40, 0), (41, 1)):
+        assert asked.at_once(prompt(count, count)) == 0
+        assert len(jobs) == num_jobs
+
+
 def test_memory_answers_while_threads_are_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +114,53 @@ def test_memory_answers_while_threads_are_stuck(
     asked.lookups.seconds = -1  # as if they had been, for longer than that
     assert asked.at_once(prompt(70, 1)) == 69
     assert asked.at_once(prompt(70, 2)) == 0
+
+
+@pytest.mark.parametrize("busy", ["nothing", "other requests", "all threads"])
+def test_only_a_lookup_that_is_alone_is_waited_for(
+    busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step would wait for each of its requests."""
+    asked, waits, goes_on = Asked(tmp_path), list[float](), threading.Event()
+
+    def wait_for(is_over: Any, seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    monkeypatch.setattr(lookups, "_OWN_SECONDS", -1)  # the threads look
+    asked.blobs.answers.clear()
+    if busy == "other requests":
+        assert asked.at_once(prompt(70, 1)) is None
+    for i in range(8 if busy == "all threads" else 0):
+        asked.lookups._workers.submit(lambda: goes_on.wait(60), f"job {i}")
+    monkeypatch.setattr(asked.lookups._lookup_is_over, "wait_for", wait_for)
+    assert asked.at_once(prompt(70, 2)) is None
+    assert len(waits) == (busy == "nothing")
+    goes_on.set()
+    asked.blobs.answers.set()
+    asked.lookups.shutdown()
+
+
+def test_who_waits_for_an_answer_goes_on_before_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = list[str]()
+
+    class Told(Pace):
+        def rest(self) -> None:
+            events.append("rest")
+
+    monkeypatch.setattr(lookups, "Pace", Told)
+    asked = Asked(tmp_path)
+    check_rest = Walk.check_rest
+    monkeypatch.setattr(
+        Walk, "check_rest", lambda *given: (events.append("check"), check_rest(*given))[1]
+    )
+    monkeypatch.setattr(Told, "breathe", lambda self: None)
+    assert asked.answer(prompt(70, 4)) == 0
+    assert asked.lookups._workers.wait(60)
+    assert events == ["rest", "check"]
+    asked.lookups.shutdown()
 
 
 def test_one_lookup_finds_all_corrupt_files(tmp_path: Path) -> None:

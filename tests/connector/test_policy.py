@@ -11,11 +11,12 @@ import pytest
 from kvx_core import Directory, PrefixStore
 from kvx_core.connector import lookups
 from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.epochs import Epoch, Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
-from kvx_core.connector.weights import Report, Unknown
+from kvx_core.connector.weights import Report, Stamp, Unknown
 from tests.connector.test_toy_engine import prompt, store_in
 from tests.connector.test_writer import chunks_of
 from tests.connector.toy_engine import Request
@@ -349,6 +350,23 @@ def test_weights_change_between_a_lookup_and_its_blocks(
     request.num_computed_tokens = num_computed_tokens
     saves = one.step(request, 48)
     assert [(save.start, save.stop) for save in saves] == [(0, 48)] * (num_computed_tokens == 0)
+
+
+def test_weights_that_come_back_are_looked_up_anew(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits while weights go and come back: others may have stored more meanwhile."""
+    one, tokens = asked(), prompt(48, 18)
+    one.store.index.fresh_seconds = 0
+    fill(one.store, tokens[:16])
+    request = Request("r", tokens, 1)
+    assert one.lookup(request) == 16
+    fill(one.store, tokens)
+    first = one.policy.epochs.current()
+    for epoch in (Epoch("random:0", Stamp(1, 1)), Epoch(first.name, Stamp(2, 2))):
+        monkeypatch.setattr(Epochs, "current", lambda _, epoch=epoch: epoch)
+        one.policy.look_at_weights()
+    assert one.lookup(request) == 47
 
 
 def test_a_request_that_begins_anew_has_no_older_blocks(asked: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.stores import PrefixStore
 from tests.core.test_stores_states import (
     PLANES,
+    STATE_HEADS,
     Machine,
     check_load,
     save_state,
@@ -111,6 +113,30 @@ def test_states_are_saved_where_a_save_ends(ranks: int, tmp_path: Path) -> None:
         each.save(32, 40)  # its tokens are there
     assert hits(59) == 40
     assert not any(each.log for each in workers)
+
+
+class OfOneHead(Machine):
+    """Layer 1 has its replicated state alone, which is one head on every rank."""
+
+    def sections(self, state_tokens: int | None = None) -> list[Section]:
+        found = super().sections(state_tokens)
+        i = next(i for i, section in enumerate(found) if section.layers == (1,))
+        view = found[i].view
+        facts = replace(view.facts, first_kv_head=0)
+        found[i] = replace(found[i], view=replace(view, facts=facts, planes=view.planes[1:]))
+        return found
+
+
+def test_a_state_of_one_head_is_whole_on_every_rank(tmp_path: Path) -> None:
+    blobs = InMemory()
+    options = {"planes": PLANES[1:], "state_heads": [0, 1, 0, STATE_HEADS]}
+    workers = [Worker(store_of(blobs, **options), tmp_path, rank, 2) for rank in range(2)]
+    for rank, each in enumerate(workers):
+        each.machine = OfOneHead(rank, 2)
+        each.compute(20)
+        each.save(0, 20)
+        assert not each.log
+    assert store_of(blobs, **options).lookup(TOKENS).num_tokens == 20
 
 
 def test_all_is_stored_if_its_state_is(tmp_path: Path) -> None:

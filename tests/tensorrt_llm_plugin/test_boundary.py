@@ -104,6 +104,7 @@ def test_a_broken_store_ends_no_engine(serve: Factory, trtllm: ModuleType, confi
     tokens = prompt(100, seed=43)
     for _ in range(2):
         assert engine.ask(tokens).computed == 100
+    assert engine.ranks[0].worker._saver is None  # it has nowhere to save
     engine.close()
     warnings = trtllm.logger.warnings()
     assert len(warnings) == 2  # the scheduler's and the rank's

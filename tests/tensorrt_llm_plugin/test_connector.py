@@ -612,6 +612,20 @@ def test_the_layout_of_kv_cache_manager_v2(serve: Factory) -> None:
     assert engine.ask(tokens).computed == 4
 
 
+def test_a_pool_that_is_registered_again(serve: Factory) -> None:
+    """The new pool is saved, by the threads that write what was copied from the old one."""
+    tokens, engine = prompt(100, 30), serve()
+    (rank,) = engine.ranks
+    saver = rank.worker._saver
+    rank.raw = rank.raw.clone()
+    rank.pool = rank.raw.view(rank.pool.dtype).view(rank.pool.shape)
+    rank.worker.register_kv_caches(rank.pool)
+    assert rank.worker._saver is saver
+    engine.ask(tokens)
+    engine.close()
+    assert serve().ask(tokens).computed == 4
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -423,6 +423,28 @@ def test_settings(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "less"),
+    [
+        ("min_tokens", 1, 0),
+        ("max_load_bytes", 1, 0),
+        ("chunk_seconds", 0.0, -0.001),
+        ("kv_scaling_factor", 0.001, 0.0),
+        ("rotary_dim", 0, -1),
+    ],
+)
+def test_the_least_that_settings_take(
+    monkeypatch: pytest.MonkeyPatch, name: str, least: float, less: float
+) -> None:
+    from kvx_adapters.tensorrt_llm_plugin.settings import Settings
+
+    monkeypatch.setenv("TRTLLM_KVX", json.dumps({"path": "x", name: least}))
+    assert getattr(Settings.read(), name) == least
+    monkeypatch.setenv("TRTLLM_KVX", json.dumps({"path": "x", name: less}))
+    with pytest.raises(InvalidArgumentError, match=rf"TRTLLM_KVX\.{name}: Input should be greater"):
+        Settings.read()
+
+
 def test_a_store_that_the_group_may_read(model_dir: Path, tmp_path: Path) -> None:
     from kvx_adapters.tensorrt_llm_plugin.settings import Settings
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvx_core.connector import lookups, writer
+from kvx_core.connector.epochs import Epochs
 from kvx_core.stores.blobs import Directory
 from tests.fakes.vllm import SENTINEL
 from tests.injection import Injection
@@ -199,6 +200,29 @@ def test_after_a_reset_that_failed_nothing_is_shared(start: Any, stored: None) -
     with injection.raising(OSError, "KVXConnector.reset_cache -> Policy.reset", 1):
         assert steps.scheduler.connector.reset_cache()
     assert injection.has_struck
+    steps.add("a", STORED, max_tokens=2)
+    for _ in range(3):
+        plan = steps.plan()
+        assert (plan.loads, plan.saves) == ([], [])
+        steps.run()
+
+
+def test_after_reports_of_weights_that_failed_nothing_is_shared(
+    start: Any, stored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may have weights of which this half does not know."""
+    from kvx_adapters.vllm_plugin.steps import RankReports
+
+    steps = start()
+
+    def fails(*given: object) -> None:
+        raise OSError("as a test says")
+
+    monkeypatch.setattr(Epochs, "take", fails)
+    output = SimpleNamespace(
+        finished_recving=None, invalid_block_ids=set(), kv_connector_worker_meta=RankReports({})
+    )
+    steps.scheduler.connector.update_connector_output(output)
     steps.add("a", STORED, max_tokens=2)
     for _ in range(3):
         plan = steps.plan()
