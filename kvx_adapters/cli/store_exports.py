@@ -127,10 +127,11 @@ class Export:
         for entry in chain:
             try:
                 with self._store.opened_entry(entry.file) as chunk:
-                    found = chunk.read(kind.kind.layers, None, self.record.fingerprint)
+                    read = chunk.read(kind.kind.layers, None, self.record.fingerprint)
             except StoreError as error:
                 self.failed.append(error)
                 break  # what follows it is no use without it
+            found = Snapshot.of_file(read)
             num_bytes += found.num_bytes
             if run is None or num_bytes > _MOST_BYTES or not run.add(found):
                 if run is not None:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvx_core._c.os_files import OpenFile, read_at, write_all
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.coding import CODINGS
-from kvx_core.snapshot.contents import Header, Part
+from kvx_core.snapshot.contents import Contents, Header, Part
+from kvx_core.snapshot.dense import Dense
 from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError
 from kvx_core.snapshot.file_layout import FileLayout, Selection
 from kvx_core.snapshot.kind import Kind
@@ -26,11 +27,10 @@ from kvx_core.snapshot.kind_text import MAX_TOKENS
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.pieces import MOST_BYTES, Group, Range
 from kvx_core.snapshot.record import BEGIN_BYTES, CLEAR_BYTES, Record, RecordText, form_of
-from kvx_core.snapshot.room import Room
+from kvx_core.snapshot.room import Placed, Room
 from kvx_core.snapshot.scales import are_good
 from kvx_core.snapshot.sealing import Sealing
 from kvx_core.snapshot.secrets import TAG_BYTES
-from kvx_core.snapshot.snapshot import Snapshot
 from kvx_core.snapshot.threaded import in_threads
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _of_thread = threading.local()
 _PLAIN = Sealing(b"", None, None)
 
 
-def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets) -> int:
+def write_chunk(file: BinaryIO, snapshot: Contents, kind: Kind, secrets: Secrets) -> int:
     """Writes a snapshot into a new file, which is not synced. Returns its bytes.
 
     snapshot: in memory; its header.prefix is the key of all tokens before
@@ -65,7 +65,7 @@ def write_chunk(file: BinaryIO, snapshot: Snapshot, kind: Kind, secrets: Secrets
     return sum(map(len, parts))
 
 
-def file_parts(snapshot: Snapshot, kind: Kind, secrets: Secrets, parent: bytes) -> list[memoryview]:
+def file_parts(snapshot: Contents, kind: Kind, secrets: Secrets, parent: bytes) -> list[memoryview]:
     """The bytes of a file with a snapshot, one part after another.
 
     parent: of its record
@@ -148,8 +148,8 @@ class ChunkFile:
 
     def read(
         self, layers: Sequence[int], room: Room | None = None, fingerprint: str | None = None
-    ) -> Snapshot:
-        """The snapshot with the data of some layers in memory, every byte of them checked.
+    ) -> Loaded:
+        """What a snapshot has of some layers, in memory, every byte of them checked.
 
         room:        whose memory it takes, of which it `has` Kind.memory_for(...); None: new memory
         fingerprint: of the model, which the file does not say
@@ -160,15 +160,15 @@ class ChunkFile:
         at, memory = room.take(wanted.selection.place.num_bytes)
         try:
             self.read_groups(wanted.selection.groups, memory.data)
-            return self.snapshot(wanted, room, at, memory)
+            return self.loaded(wanted, room, at, memory)
         except BaseException:
             room.give_back(at)
             raise
 
-    def snapshot(self, wanted: Wanted, room: Room, at: int, memory: Bytes) -> Snapshot:
+    def loaded(self, wanted: Wanted, room: Room, at: int, memory: Bytes) -> Loaded:
         """What has been read into memory that a room has given at `at`. Raises CorruptError."""
         header = Header(self.start, self.parent, wanted.parts)
-        return snapshot_of(header, self.tokens, wanted, room, at, memory, self.name)
+        return Loaded.of(header, self.tokens, wanted, room, at, memory, self.name)
 
     def check_size(self) -> None:
         """Raises CorruptError if no file of its kind and number of tokens is as long."""
@@ -295,29 +295,6 @@ class ChunkFile:
         return self.layout.head.num_bytes + sum(self._record.sizes[:index])
 
 
-def snapshot_of(
-    header: Header,
-    tokens: npt.NDArray[np.int64],
-    wanted: Wanted,
-    room: Room,
-    at: int,
-    memory: Bytes,
-    name: str,
-) -> Snapshot:
-    """What has been read into memory that a room has given at `at`.
-
-    Raises CorruptError if a scale is none.
-    """
-    place = wanted.selection.place
-    found = Snapshot(
-        header, tokens, place.tensors, memory, room=room, at=at, place=place, name=name
-    )
-    for scale in wanted.selection.scales:
-        if not are_good(found.array(scale)):
-            raise CorruptError(f"{name}: {scale} has a number that is no scale")
-    return found
-
-
 def _buffer() -> memoryview:
     """Memory of this thread, for bytes that are not in memory as they are in the file."""
     found: memoryview | None = getattr(_of_thread, "buffer", None)
@@ -372,6 +349,38 @@ class Wanted(NamedTuple):
             and len(first[0].runs) < _MOST_VIEWS
         )
         return cls(kind, layout, selection, kind.with_fingerprint(fingerprint), with_head)
+
+
+class Loaded(NamedTuple):
+    """What has been read of a file into memory of a room: the fields of a Snapshot."""
+
+    header: Header
+    tokens: npt.NDArray[np.int64]
+    memory: Bytes
+    room: Room
+    at: int  # bytes, from the start of the room
+    place: Placed
+    name: str  # for messages
+
+    @classmethod
+    def of(
+        cls,
+        header: Header,
+        tokens: npt.NDArray[np.int64],
+        wanted: Wanted,
+        room: Room,
+        at: int,
+        memory: Bytes,
+        name: str,
+    ) -> Self:
+        """Raises CorruptError if a scale is none."""
+        place = wanted.selection.place
+        if wanted.selection.scales:
+            dense = Dense(place.tensors, memory)
+            for scale in wanted.selection.scales:
+                if not are_good(dense.array(scale)):
+                    raise CorruptError(f"{name}: {scale} has a number that is no scale")
+        return cls(header, tokens, memory, room, at, place, name)
 
 
 def open_chunk(

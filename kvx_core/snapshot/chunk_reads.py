@@ -14,7 +14,7 @@ import numpy as np
 
 from kvx_core._c import file_calls
 from kvx_core._c.os_files import OpenFile
-from kvx_core.snapshot.chunk_file import ChunkFile, Wanted, data_of, snapshot_of
+from kvx_core.snapshot.chunk_file import ChunkFile, Loaded, Wanted, data_of
 from kvx_core.snapshot.contents import Header
 from kvx_core.snapshot.errors import CorruptError
 from kvx_core.snapshot.kind import Kind
@@ -67,7 +67,8 @@ def read_chunks(
         tokens = ids[(first + KEY_BYTES) // ID_BYTES : begin // ID_BYTES]
         own = memory[place : place + wanted.selection.place.num_bytes]
         with suppress(CorruptError):
-            snapshots[i] = snapshot_of(header, tokens, wanted, room, at + place, own, name)
+            loaded = Loaded.of(header, tokens, wanted, room, at + place, own, name)
+            snapshots[i] = Snapshot.of_file(loaded)
     return snapshots
 
 
@@ -109,7 +110,7 @@ def read_chunk(
             chunk.check_group(groups[0], view, other)
             groups = groups[1:]
         chunk.read_groups(groups, view)
-    return chunk.snapshot(wanted, room, at, memory)
+    return Snapshot.of_file(chunk.loaded(wanted, room, at, memory))
 
 
 def is_chunk(

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.planes import Plane, role_name
@@ -123,6 +126,23 @@ class Stored:
         """Bytes of these numbers in the cache that they were captured from."""
         dtype = self.original or self.dtype
         return prod(self.shape) * self.dtype.numbers // dtype.numbers * dtype.itemsize
+
+
+class Contents(Protocol):
+    """What a file is written from: a Snapshot."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def header(self) -> Header: ...
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def tensors(self) -> dict[str, Stored]: ...
+    @property
+    def memory(self) -> npt.NDArray[np.uint8] | None: ...
 
 
 def cache_bytes_of(tensors: Mapping[str, Stored]) -> int:

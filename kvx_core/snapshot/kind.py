@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self
 
-import numpy as np
-
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
 from kvx_core.snapshot.errors import StoreError
@@ -29,7 +27,6 @@ from kvx_core.snapshot.kind_text import (
     why_wrong,
 )
 from kvx_core.snapshot.precision import VALUES, Precision
-from kvx_core.snapshot.snapshot import Snapshot
 
 _MAX_FILE_BYTES = 1 << 33  # of an entry
 _MAX_LAYOUTS = 256  # that a kind remembers
@@ -169,14 +166,6 @@ class Kind:
             self._known.clear()
         self._known[id(header.parts)] = header.parts
         return True
-
-    def blank(self, num_tokens: int, fingerprint: str | None) -> Snapshot:
-        """A snapshot as such a file has it, without data. Raises StoreError if it is too long.
-
-        fingerprint: of the model, which the file does not say
-        """
-        header = Header(0, "", self.with_fingerprint(fingerprint))
-        return Snapshot(header, np.zeros(num_tokens, np.int64), self.layout(num_tokens).tensors)
 
     def memory_for(self, num_tokens: int, layers: Sequence[int], room_tokens: int) -> int:
         """Bytes of a room that these layers of a file need.

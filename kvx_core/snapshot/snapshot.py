@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from kvx_core.desc.facts import compare
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.ops.write_gather import device_status
 from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
+from kvx_core.snapshot.chunk_file import ChunkFile, Loaded
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import (
     SCALE_KINDS,
@@ -64,11 +65,9 @@ from kvx_core.snapshot.scales import (
 )
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
+from kvx_core.snapshot.snapshot_file import open_snapshot, write_snapshot
 from kvx_core.snapshot.storage_format import StorageFormat
 from kvx_core.types import DType
-
-if TYPE_CHECKING:
-    from kvx_core.snapshot.chunk_file import ChunkFile
 
 _PRECISION = or_none(all_or_each)
 _MAX_REASON = 500  # characters: strings in a file may be long
@@ -259,11 +258,23 @@ class Snapshot:
         Raises CorruptError if `save` did not write these bytes, UnsignedError if the file is not
         signed with the key, StoreError if it cannot be read.
         """
-        from kvx_core.snapshot.snapshot_file import open_snapshot  # which makes snapshots
-
         file = open_snapshot(source, name, Secrets.of(key), max_header_bytes, num_tokens)
         header = Header(file.start, file.parent, file.kind.parts)
         return cls(header, file.tokens, file.layout.tensors, file=file, name=file.name)
+
+    @classmethod
+    def of_file(cls, found: Loaded) -> Self:
+        """What has been read of a file."""
+        return cls(
+            found.header,
+            found.tokens,
+            found.place.tensors,
+            found.memory,
+            room=found.room,
+            at=found.at,
+            place=found.place,
+            name=found.name,
+        )
 
     def save(self, target: Path | BinaryIO, *, key: bytes | None = None) -> None:
         """Writes the snapshot; the file is not synced. Raises StoreError if it cannot be written.
@@ -271,8 +282,6 @@ class Snapshot:
         target: a path, overwritten if it exists; or a new file that is open for writing
         key:    signs the file; None: it is not signed
         """
-        from kvx_core.snapshot.snapshot_file import write_snapshot
-
         write_snapshot(target, self, Secrets.of(key))
 
     def close(self) -> None:
@@ -321,7 +330,7 @@ class Snapshot:
         """
         if self.file is None:
             raise InvalidArgumentError(f"{self.name} is in memory already, expected it in a file")
-        return self.file.read(tuple(layers), room)
+        return Snapshot.of_file(self.file.read(tuple(layers), room))
 
     @takes(section=is_a(Section))
     def mismatch(self, section: Section) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import stat
 from binascii import unhexlify
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from kvx_core._c.os_files import OpenFile, close, read_at, write_all
 from kvx_core.argument_checks import bad_argument
@@ -24,6 +24,7 @@ from kvx_core.snapshot.chunk_file import (
     opened_record,
     regular_size,
 )
+from kvx_core.snapshot.contents import Contents
 from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.pieces import MOST_BYTES
@@ -39,9 +40,6 @@ from kvx_core.snapshot.record import (
 )
 from kvx_core.snapshot.secrets import Secrets
 
-if TYPE_CHECKING:
-    from kvx_core.snapshot.snapshot import Snapshot
-
 _FIRST_BYTES = 16 << 10  # of the first read: most headers are shorter
 _EARLIER = b'{"__metadata__":{"kvx_snapshot":'  # of format 2
 _NO_PARENT = bytes(32)
@@ -49,7 +47,7 @@ _NO_PARENT = bytes(32)
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def write_snapshot(target: Path | BinaryIO, snapshot: Snapshot, secrets: Secrets) -> None:
+def write_snapshot(target: Path | BinaryIO, snapshot: Contents, secrets: Secrets) -> None:
     """Writes a file, which is not synced. Raises StoreError; InvalidArgumentError if the snapshot
     has its data in a file.
 
@@ -72,7 +70,7 @@ def write_snapshot(target: Path | BinaryIO, snapshot: Snapshot, secrets: Secrets
         raise StoreError(f"{what} cannot be written: {error}") from None
 
 
-def _parts(snapshot: Snapshot, secrets: Secrets) -> list[memoryview]:
+def _parts(snapshot: Contents, secrets: Secrets) -> list[memoryview]:
     """The bytes of the file of a snapshot."""
     header, num_tokens = snapshot.header, len(snapshot.tokens)
     if not 0 <= header.start <= MAX_POSITION or not num_tokens:

@@ -11,6 +11,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from kvx_core.snapshot import (
     VALUES,
     Nulls,
@@ -26,6 +28,7 @@ from kvx_core.snapshot import (
 )
 from kvx_core.snapshot.chunk_file import Wanted
 from kvx_core.snapshot.chunk_reads import ToRead
+from kvx_core.snapshot.contents import Header
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.read_plan import MOST_FILES
@@ -402,8 +405,9 @@ class _Load:
 
 @lru_cache(maxsize=512)
 def _blank(kind: Kind, num_tokens: int, fingerprint: str) -> Snapshot:
-    """What a file of a kind holds, without the data."""
-    return kind.blank(num_tokens, fingerprint)
+    """What a file of a kind holds, without the data. Raises StoreError if it is too long."""
+    header = Header(0, "", kind.with_fingerprint(fingerprint))
+    return Snapshot(header, np.zeros(num_tokens, np.int64), kind.layout(num_tokens).tensors)
 
 
 def says_precision(section: Section) -> bool:

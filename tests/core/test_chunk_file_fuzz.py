@@ -144,7 +144,7 @@ class File:
             try:
                 if dice.random() < 0.5:
                     chunk = open_chunk(file, self.kind, secrets, name="it")
-                    return chunk.read(self.kind.layers)
+                    return Snapshot.of_file(chunk.read(self.kind.layers))
                 handle = os.dup(file.fileno())
                 return read(
                     lambda _, *rest: first_bytes(handle, *rest), self.kind, self.n, self.keys

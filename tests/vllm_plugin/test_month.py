@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 
-from kvx_core import Directory
+from kvx_core import Directory, Snapshot
 from kvx_core.snapshot.chunk_file import write_chunk
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.inventory import Inventory
@@ -56,7 +56,7 @@ class OtherServers:
         for space in inventory.spaces():
             assert space.name in spaces
             with inventory.opened_entry(space.entries[0]) as entry:
-                loaded = entry.read(entry.kind.layers)
+                loaded = Snapshot.of_file(entry.read(entry.kind.layers))
                 header = replace(loaded.header, start=0, prefix=space.name)
                 self._like.append((space.name, entry.kind, replace(loaded, header=header)))
 
