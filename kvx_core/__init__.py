@@ -19,7 +19,7 @@ from kvx_core.desc.cache import CacheDesc, PoolDesc
 from kvx_core.desc.facts import CacheFacts, Comparison, ReorderRotary, compare
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.scales import ScaleDesc
-from kvx_core.desc.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
+from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc, describe
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrow
 from kvx_core.desc.view import CacheSpan, CacheView
@@ -47,6 +47,7 @@ from kvx_core.ops.verify import Difference, Verification, verify
 from kvx_core.ops.write_gather import device_status, gather_kv, write_kv
 from kvx_core.types import (
     Axis,
+    BlockTableFormat,
     DType,
     Layout,
     Memory,

@@ -24,8 +24,7 @@ from kvx_core import (
     SeqLens,
 )
 from kvx_core._c import abi
-from kvx_core.desc.tables import BlockTableFormat
-from kvx_core.types import DType, Layout, Memory, Transfer
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory, Transfer
 from tests import native
 from tests.caches import Cache
 from tests.reference import Dense, End, Half, KvOffsets, Layer, Packed, Ragged, Slots

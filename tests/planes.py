@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvx_core._c import abi
-from kvx_core.desc.tables import BlockTableFormat
+from kvx_core.types import BlockTableFormat
 from tests.calls import DTYPE, Backend
 
 AXES = {"block": 0, "token": 1, "head": 2, "dim": 3}

@@ -51,7 +51,8 @@ def snapshot_of(path: Path) -> Snapshot:
     """What a plain entry's file holds."""
     kind = _kind(path)
     with path.open("rb", buffering=0) as file:
-        return open_chunk(file, kind, Secrets(), name=path.name).read(kind.layers)
+        chunk = open_chunk(file, kind, Secrets(), name=path.name)
+        return Snapshot.of_file(chunk.read(kind.layers))
 
 
 def record_of(path: Path) -> bytes:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from kvx_core._c import abi
-from kvx_core.desc.tables import BlockTableFormat
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import DType, Layout, Memory, ScaleGranularity
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
 from tests import reference
 from tests.caches import LAYOUTS, Cache, Geometry
 from tests.calls import CPU, Backend, View

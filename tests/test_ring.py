@@ -20,8 +20,9 @@ from kvx_core import (
 )
 from kvx_core._c import abi
 from kvx_core.desc.find_tokens import find_tokens
-from kvx_core.desc.tables import BlockTableFormat, SeqLens
+from kvx_core.desc.tables import SeqLens
 from kvx_core.errors import OutOfRangeError
+from kvx_core.types import BlockTableFormat
 from tests.calls import Backend
 
 BS, COLUMNS, HEADS, DIM, BLOCKS = 4, 3, 2, 8, 11

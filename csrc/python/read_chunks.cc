@@ -43,8 +43,8 @@ struct Piece {
   int64_t num_runs;
 };
 
-// What is read of plain files of one kind and number of tokens: packed_plan of read_plan.py. Behind
-// it are the arrays that `arrays` names, without gaps.
+// What is read of plain files of one kind and number of tokens: _packed_plan of file_layout.py.
+// Behind it are the arrays that `arrays` names, without gaps.
 struct Plan {
   int64_t num_tokens, file_bytes, head_bytes;
   int64_t digits_at, record_bytes;  // of the record in the head

@@ -44,7 +44,7 @@ def read_chunks() -> Callable[..., tuple[bytes, bytes]] | None:
     chunks below a folder, checks all that is read and marks them as used, without the GIL.
 
     folder: a handle. To names, relative to it, no symbolic link may lead
-    plans:  what is read of each: see packed_plan
+    plans:  what is read of each: see Selection.plan of file_layout.py
     starts: the position of its first token that each must have
     places: where the data of each begin in memory, a writable buffer
     good:   of each file 1, or 0: nothing is said of it, and its place may have any bytes

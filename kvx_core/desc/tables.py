@@ -57,8 +57,7 @@ from kvx_core.desc.tensors import (
     require_array_in_place,
 )
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import BlockTableFormat as BlockTableFormat
-from kvx_core.types import DType, Memory
+from kvx_core.types import BlockTableFormat, DType, Memory
 
 _PACKED, _NONE, _HOST = BlockTableFormat.PACKED, DType.INVALID, Memory.HOST
 
@@ -101,7 +100,7 @@ class BlockTable:
                 indptr_dtype=index_dtype,
                 indices=address,
                 indptr=address,
-                memory=_memory,
+                memory=Memory.called,
                 **dict.fromkeys((*names, "beam_width", "flags"), integer),
             )
         c_bytes = TABLE.pack(
@@ -378,7 +377,7 @@ class SlotMapping:
                 token_count=integer,
                 slots=address,
                 invalid_slot=int64,
-                memory=_memory,
+                memory=Memory.called,
             )
         numbers = self.dtype, self.token_count, self.invalid_slot, self.slots
         object.__setattr__(self, "c_bytes", SLOTS.pack(SLOTS.size, *numbers))
@@ -447,7 +446,7 @@ class SeqLens:
     def __post_init__(self) -> None:
         if not has_index_types(self.dtype, self.memory, self.lengths, self.seq_count):
             coerce_fields(
-                self, dtype=index_dtype, seq_count=integer, lengths=address, memory=_memory
+                self, dtype=index_dtype, seq_count=integer, lengths=address, memory=Memory.called
             )
         numbers = self.dtype, self.seq_count, self.lengths
         object.__setattr__(self, "c_bytes", LENS.pack(LENS.size, *numbers))
@@ -479,17 +478,14 @@ class SeqLens:
 
     def require_in_place(self, name: str) -> None:
         """Refuses lengths whose memory has been freed or belongs to others by now."""
-        num_bytes = self.seq_count * self.dtype.itemsize
-        require_array_in_place(name, self.owner, self.lengths, num_bytes)
+        require_array_in_place(name, self.owner, self.lengths, self.seq_count * self.dtype.itemsize)
 
     def to_numpy(self) -> npt.NDArray[np.int64]:
         """The lengths as int64, a copy. A torch tensor is read back from its device."""
         if self.memory is Memory.DEVICE and is_torch(self.owner):
             return self.owner.cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
-        shape, stride = (self.seq_count,), (1,)
-        return read_array("seq_lens", self.lengths, shape, stride, self.dtype, self.memory).astype(
-            np.int64
-        )
+        place = "seq_lens", self.lengths, (self.seq_count,), (1,)
+        return read_array(*place, self.dtype, self.memory).astype(np.int64)
 
     def to_c(self) -> abi.kvx_seq_lens_t:
         """A new C struct with these fields."""
@@ -497,7 +493,6 @@ class SeqLens:
 
 
 DESCRIPTORS = BlockTable, SlotMapping, SeqLens  # that bound calls read in C
-_memory = Memory.called
 
 
 def _kind(dtype: DType, memory: Memory) -> tuple[str | None, str | None]:

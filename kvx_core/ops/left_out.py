@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.desc.planes import Plane
-from kvx_core.desc.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
+from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.view import CacheSpan
-from kvx_core.types import Memory
+from kvx_core.types import BlockTableFormat, Memory
 
 
 class _Part(NamedTuple):

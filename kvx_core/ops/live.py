@@ -14,13 +14,14 @@ from typing import Unpack
 
 from kvx_core.argument_checks import flag, integer
 from kvx_core.desc import facts
-from kvx_core.desc.tables import BlockTableFormat, SeqLens
+from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.ops.holds import require_holds
 from kvx_core.ops.migrate import migrate
 from kvx_core.ops.options import MoveKeywords, MoveOptions
 from kvx_core.ops.reorder import describe_destination
+from kvx_core.types import BlockTableFormat
 
 _UNPAGED = 16  # tokens that are copied together if neither end has blocks
 

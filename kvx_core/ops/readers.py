@@ -13,19 +13,19 @@ import numpy.typing as npt
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts, ReorderRotary
 from kvx_core.desc.find_tokens import find_tokens, num_entries
+from kvx_core.desc.landing import Landing
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.scales import ScaleDesc
-from kvx_core.desc.tables import BlockTable, BlockTableFormat, SeqLens, SlotMapping
+from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
 from kvx_core.desc.tensors import own, row_major
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import InvalidArgumentError, KvxError
 from kvx_core.ops.holds import require_holds
-from kvx_core.ops.landing import Landing
 from kvx_core.ops.migrate import copy_tokens
 from kvx_core.ops.narrow import narrowed
 from kvx_core.ops.reorder import dims_in_order
-from kvx_core.types import Axis, DType, Layout, ScaleGranularity
+from kvx_core.types import Axis, BlockTableFormat, DType, Layout, ScaleGranularity
 
 PIECE_BYTES = 4 << 20  # of the F32 copy of one tensor of one end: stays in cache
 

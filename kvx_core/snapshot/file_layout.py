@@ -6,17 +6,20 @@ Format: docs/store_format.md, "Entries".
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import NamedTuple, Self
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot.contents import Header, Stored, is_scale, names_of
-from kvx_core.snapshot.pieces import Group, Piece, Range, cut, groups_of, runs_of
-from kvx_core.snapshot.read_plan import packed_plan
-from kvx_core.snapshot.record import Form, Head
+from kvx_core.snapshot.pieces import MOST_BYTES, Group, Piece, Range, cut, groups_of, runs_of
+from kvx_core.snapshot.record import KEY_BYTES, RECORD_AT, START_BYTES, Form, Head
 from kvx_core.snapshot.room import Placed, placed
 
+MOST_FILES = 64  # that C reads with one call
+_MOST_RUNS = 62
 _MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers
 
 
@@ -112,7 +115,7 @@ class FileLayout:
             place = placed(self.header, self.tensors, names, room_tokens)
             groups = tuple(groups_of(self.pieces, place.tensors))
             scales = tuple(filter(is_scale, names))
-            plan = packed_plan(self, groups, place.num_bytes, self._kind)
+            plan = _packed_plan(self, groups, place.num_bytes, self._kind)
             found = self._selections[key] = Selection(place, groups, scales, plan)
         return found
 
@@ -151,3 +154,46 @@ class FileLayout:
 
 def _type_of(stored: Stored) -> tuple[object, ...]:
     return stored.dtype, stored.shape, stored.original, stored.coding
+
+
+def _packed_plan(
+    layout: FileLayout, groups: tuple[Group, ...], memory_bytes: int, kind: bytes
+) -> bytes | None:
+    """What C reads of the files of a layout, as Plan of csrc/python/read_chunks.cc has it; None: it
+    reads none of them.
+
+    groups:       what is wanted
+    memory_bytes: where it goes to
+    kind:         digest of the files' kind
+    """
+    form, head = layout.head.form, layout.head
+    if not layout.is_direct or form.signed or layout.num_bytes > MOST_BYTES:
+        return None
+    runs = [run for group in groups for run in group.runs]
+    if len(groups) > 1 or (groups and groups[0].first) or len(runs) > _MOST_RUNS:
+        return None  # not behind the head in one piece
+    wanted = [(i, ranges) for group in groups for i, ranges in enumerate(group.ranges, group.first)]
+    joined = [layout.pieces[i].num_bytes for i, ranges in wanted if len(ranges) > 1]
+    numbers = [
+        form.num_tokens,
+        layout.most_bytes,
+        head.num_bytes,
+        RECORD_AT,
+        form.num_bytes,
+        lcm(*layout.entry_tokens),
+        memory_bytes,
+        sum(group.unwanted_bytes for group in groups),
+        max(joined, default=0),
+        len(runs),
+        sum(len(ranges) for _, ranges in wanted),
+        len(wanted),
+        len(layout.pieces),
+    ]
+    for run in (*runs, *(run for _, ranges in wanted for run in ranges)):
+        numbers += run
+    for i, ranges in wanted:
+        numbers += i, len(ranges)
+    numbers += layout.sizes
+    record = head.record.without_keys + bytes(KEY_BYTES) + kind + bytes(START_BYTES)
+    text = head.text(bytes(form.num_bytes), layout.num_bytes)
+    return array("q", numbers).tobytes() + record + text

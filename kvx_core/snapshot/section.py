@@ -15,7 +15,7 @@ from kvx_core.argument_checks import coerce_fields, int64s, integer, is_a, or_no
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.desc.planes import Plane
-from kvx_core.desc.tables import BlockTable, BlockTableFormat, SeqLens
+from kvx_core.desc.tables import BlockTable, SeqLens
 from kvx_core.desc.tensors import Borrowed, is_torch, read_array
 from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
@@ -25,7 +25,7 @@ from kvx_core.snapshot.contents import PlaneKind
 from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales
-from kvx_core.types import DType, Memory
+from kvx_core.types import BlockTableFormat, DType, Memory
 
 BlockIds = npt.NDArray[np.integer[Any]]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)

@@ -29,9 +29,9 @@ from kvx_core.snapshot import (
 from kvx_core.snapshot.chunk_file import Wanted
 from kvx_core.snapshot.chunk_reads import ToRead
 from kvx_core.snapshot.contents import Header
+from kvx_core.snapshot.file_layout import MOST_FILES
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
-from kvx_core.snapshot.read_plan import MOST_FILES
 from kvx_core.snapshot.threaded import Job
 from kvx_core.stores.entries import Entries, LoadedPrecision
 from kvx_core.stores.kinds import Kinds

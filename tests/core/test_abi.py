@@ -13,9 +13,8 @@ import pytest
 
 from kvx_core import InternalError, InvalidArgumentError, Status
 from kvx_core._c import abi, abi_attend, abi_hybrid, abi_plan
-from kvx_core.desc.tables import BlockTableFormat
 from kvx_core.errors import BY_STATUS
-from kvx_core.types import DType, Layout, Memory, ScaleGranularity
+from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
 
 REPOSITORY = Path(__file__).parents[2]
 CXX = os.environ.get("CXX", "g++")
