@@ -1,5 +1,5 @@
-// Reads BlockTable, SlotMapping and SeqLens of kvx_core/desc/tables.py, and checks that they still have
-// their memory.
+// Reads BlockTable, SlotMapping and SeqLens of kvx_core/desc/tables.py, and checks that they still
+// have their memory.
 #pragma once
 
 #include <cstdint>
@@ -81,7 +81,8 @@ struct Descriptors {
            is_in_place(tensors, owner.get(), second_array(*desc));
   }
 
-  // As require_array_in_place of kvx_core/desc/tensors.py, but False also for owners that C cannot ask.
+  // As require_array_in_place of kvx_core/desc/tensors.py, but False also for owners that C cannot
+  // ask.
   bool is_in_place(const TensorType &tensors, PyObject *owner, const Array &array) const {
     if (tensors.type_of(owner) != as_object(PyTuple_Type)) {
       return is_numpy(tensors, owner) || (tensors.is_tensor(owner) && holds(tensors, owner, array));

@@ -65,8 +65,8 @@ typedef enum kvx_dtype_t {
   KVX_DTYPE_U64 = 9,
   KVX_DTYPE_U8 = 10,          /* as a cache dtype: opaque bytes, copied to U8 and never converted */
   KVX_DTYPE_F8_E4M3FNUZ = 11, /* AMD's: no infinity, NaN is 0x80, largest value 240 */
-  KVX_DTYPE_Q8_0 = 12,    /* an element is a unit: 32 numbers along dim in 34 bytes */
-  KVX_DTYPE_Q4_0 = 13,    /* an element is a unit: 32 numbers along dim in 18 bytes */
+  KVX_DTYPE_Q8_0 = 12,        /* an element is a unit: 32 numbers along dim in 34 bytes */
+  KVX_DTYPE_Q4_0 = 13,        /* an element is a unit: 32 numbers along dim in 18 bytes */
   KVX_DTYPE_U8_ZERO = 14, /* value = (q - zero) * scale, with a scale and a zero point per group of
                              numbers beside the data: OpenVINO's u8. Spec: E.14 */
   KVX_DTYPE_U8_BIAS = 15, /* value = q * scale + zero: MLX's 8 bits. Spec: E.14 */
@@ -126,13 +126,12 @@ typedef enum kvx_block_table_flags_t {
   KVX_BLOCK_TABLE_FLAG_KVCACHEINDEX = 1 << 0, /* MUST be set for KV_OFFSETS */
   KVX_BLOCK_TABLE_FLAG_EXACT = 1 << 1, /* RAGGED: a sequence has one entry for each of its tokens,
                                           and no more */
-  KVX_BLOCK_TABLE_FLAG_WHOLE = 1
-      << 2,                           /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
-                                         of a block that holds all planes; indptr is the address of
-                                         the one that the tensors describe. Spec: E.15 */
-  KVX_BLOCK_TABLE_FLAG_HOLES = 1 << 3 /* entries that tokens of a call need may be null: these
-                                         tokens are left out. Without it such a call is refused.
-                                         Spec: 5.1 */
+  KVX_BLOCK_TABLE_FLAG_WHOLE = 1 << 2, /* POINTERS: [seq_count, max_blocks_per_seq] addresses, each
+                                          of a block that holds all planes; indptr is the address of
+                                          the one that the tensors describe. Spec: E.15 */
+  KVX_BLOCK_TABLE_FLAG_HOLES = 1 << 3  /* entries that tokens of a call need may be null: these
+                                          tokens are left out. Without it such a call is refused.
+                                          Spec: 5.1 */
 } kvx_block_table_flags_t;
 
 /* What one scale covers. value = stored * scale; stored = round(x / scale). Spec: 6.6 */

@@ -72,10 +72,10 @@ KVX_API kvx_status_t kvx_write_kv_ext(const kvx_cache_desc_t *cache, const kvx_w
 /* Options of kvx_gather_kv_ext. 48 bytes. */
 typedef struct kvx_gather_options_t {
   uint32_t size;
-  uint32_t flags; /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _OWNED_BY */
-  int64_t reserved_0;            /* 0 */
-  uint32_t secondary_num_blocks; /* blocks in cache.pool.secondary; 0: as many as num_blocks */
-  uint32_t reserved_1;           /* 0 */
+  uint32_t flags;                  /* KVX_FLAG_ZERO_FILL, _BACKGROUND, _COPY_ENGINE, _OWNED_BY */
+  int64_t reserved_0;              /* 0 */
+  uint32_t secondary_num_blocks;   /* blocks in cache.pool.secondary; 0: as many as num_blocks */
+  uint32_t reserved_1;             /* 0 */
   const kvx_scale_desc_t *k_scale; /* of the cache's K, if it is FP8 or S8; NULL: 1 */
   const kvx_scale_desc_t *v_scale;
   uint64_t null_block_plus_1; /* KVX_NULL_BLOCK(id) of a block that holds nothing (vLLM: id 0); 0:

@@ -5,13 +5,13 @@
  * Prints each check that fails.
  */
 #define _DEFAULT_SOURCE
-#include "kvx_abi.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include "kvx_abi.h"
 
 enum { kBlocks = 3, kBlockSize = 2, kHeads = 2, kDim = 4, kTokens = 5 };
 enum { kVector = kHeads * kDim, kCacheNumbers = kBlocks * kBlockSize * kVector };
@@ -58,7 +58,7 @@ int main(void) {
   static float k[kCacheNumbers], v[kCacheNumbers];
   static float key[kTokens * kVector], value[kTokens * kVector];
   static float got_key[kTokens * kVector], got_value[kTokens * kVector];
-  static const int64_t slots[kTokens] = {4, 5, -1, 1, 2};      /* token 2 is left out */
+  static const int64_t slots[kTokens] = {4, 5, -1, 1, 2}; /* token 2 is left out */
   static const int32_t blocks[kBlocks] = {2, 0, 1}, length = kTokens;
   static const int order[kTokens] = {0, 1, -1, 3, 4}; /* which token the gathered ones are */
   kvx_cache_desc_t *cache = (kvx_cache_desc_t *)at_the_end_of_memory(sizeof(*cache));
