@@ -195,8 +195,8 @@ def require_array_in_place(name: str, owner: object, begin: int, num_bytes: int)
 def moved(name: str) -> InvalidArgumentError:
     """The exception for a description whose memory has moved."""
     return InvalidArgumentError(
-        f"{name} describes memory that its tensor no longer has, expected it as it was described: "
-        "the tensor's storage has been resized or replaced. Describe the tensor again"
+        f"{name} describes memory that its tensor no longer has: its storage was resized or "
+        "replaced since describe(). Describe the tensor again"
     )
 
 

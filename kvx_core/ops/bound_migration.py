@@ -100,7 +100,7 @@ class BoundMigration:
                 for i, scale in enumerate(scales or ()):
                     if scale is not None:
                         scale.require_writable(f"dst.{name}[{i}]")
-        # K that moves in two parts has its second ones in layers behind all layers.
+        # When K moves in two parts, the second parts are appended as extra layers.
         pairs = enumerate(zip(src.view.layers, ends[0].view.layers, strict=False))
         parted = (i for i, (whole, part) in pairs if whole.head_dim != part.head_dim)
         self.layers = [*range(len(src.view.layers)), *parted]

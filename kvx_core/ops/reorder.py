@@ -125,7 +125,7 @@ def _cannot(name: str, view: CacheView, rotary_dim: int, find_scales: bool) -> I
 
 
 def _described(name: str, view: CacheView, dims: Dims) -> CacheView | str:
-    """`view` with `dims` as the first dims of K, and the others in layers behind all layers."""
+    """`view` with `dims` as the first dims of K, and the other dims appended as extra layers."""
     others = [i for i, layer in enumerate(view.layers) if layer.head_dim > len(dims)]
     parts = [(i, dims) for i in range(len(view.layers))]
     parts += [(i, np.arange(len(dims), view.layers[i].head_dim)) for i in others]

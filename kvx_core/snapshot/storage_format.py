@@ -199,7 +199,7 @@ class StorageFormat:
 
 
 def _is_format(dtype: object) -> bool:
-    """Whether K and V can be converted to it. A number that equals a DType is none."""
+    """Whether K and V can be converted to it. Plain ints are rejected."""
     return isinstance(dtype, DType) and dtype in _NAMES
 
 

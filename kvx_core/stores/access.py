@@ -1,6 +1,7 @@
 """Whether a directory can be a store for this process at all, asked before an engine starts.
 
-Nothing is written. A failure that may pass, such as a server that does not answer, is none here.
+Nothing is written. A failure that may pass, such as a server that does not answer, is not an error
+here.
 """
 
 from __future__ import annotations

@@ -244,9 +244,8 @@ def test_a_storage_that_moved_is_refused(
         with pytest.raises(InvalidArgumentError) as raised:
             call()
         assert str(raised.value) == (
-            f"{name.strip()}.{half} describes memory that its tensor no longer has, expected it as "
-            "it was described: the tensor's storage has been resized or replaced. Describe the "
-            "tensor again"
+            f"{name.strip()}.{half} describes memory that its tensor no longer has: its storage "
+            "was resized or replaced since describe(). Describe the tensor again"
         )
     with pytest.raises(InvalidArgumentError, match="describes memory that its tensor no longer"):
         verify(view, other, [1, 1])
