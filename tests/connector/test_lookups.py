@@ -156,7 +156,7 @@ def test_who_waits_for_an_answer_goes_on_before_the_thread(
     monkeypatch.setattr(
         Walk, "check_rest", lambda *given: (events.append("check"), check_rest(*given))[1]
     )
-    monkeypatch.setattr(Told, "breathe", lambda self: None)
+    monkeypatch.setattr(Told, "yield_gil", lambda self: None)
     assert asked.answer(prompt(70, 4)) == 0
     assert asked.lookups._workers.wait(60)
     assert events == ["rest", "check"]
