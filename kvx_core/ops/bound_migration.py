@@ -27,7 +27,6 @@ from kvx_core.types import Memory, Transfer
 
 _MOST_KEPT = 64
 _BRIEF_LAYERS = 8  # whose checks take no time
-_NO_LENS = SeqLens.of(())
 
 
 def ends_of(
@@ -111,10 +110,11 @@ class BoundMigration:
         ends = with_places(ends, read)
         self.placed = {name: one for name, one in read.items() if one is not given[name]}
         self.lens = self.placed.pop("seq_lens", lens)
+        planned = self.lens or SeqLens.of(())
         struct = abi.kvx_migrate_desc_t(
             flags=options.flags,
             num_heads=options.num_heads or 0,
-            seq_lens=abi.pointer_to(self.lens or _NO_LENS),
+            seq_lens=abi.pointer_to(planned),
             src=abi.pointer_to(ends[0]),
             dst=abi.pointer_to(ends[1]),
         )

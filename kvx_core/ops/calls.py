@@ -73,7 +73,7 @@ def bound_write(cache: CacheDesc, options: WriteOptions, stream: abi.Stream = No
 
 def write_like(cache: CacheDesc, options: WriteOptions) -> abi.kvx_write_desc_t:
     """A write of no tokens, whose key and value are to be filled in."""
-    like = abi.kvx_write_desc_t(io=_io_desc(cache), slots=_NO_SLOTS.to_c())
+    like = abi.kvx_write_desc_t(io=_io_desc(cache), slots=SlotMapping.of(()).to_c())
     for name, scale in _scales(options).items():
         setattr(like, f"{name}_desc", scale.to_c())
     return like
@@ -94,7 +94,7 @@ def bound_gather(cache: CacheDesc, options: GatherOptions, stream: abi.Stream = 
 def gather_like(cache: CacheDesc) -> abi.kvx_gather_desc_t:
     """A gather of no tokens, whose key and value are to be filled in."""
     return abi.kvx_gather_desc_t(
-        io=_io_desc(cache), block_table=_EMPTY_TABLE.to_c(), seq_lens=_NO_LENS.to_c()
+        io=_io_desc(cache), block_table=BlockTable.packed([]).to_c(), seq_lens=SeqLens.of(()).to_c()
     )
 
 
@@ -272,9 +272,6 @@ def _io_desc(cache: CacheDesc) -> abi.kvx_kv_io_desc_t:
         num_kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim,
     )
-
-
-_EMPTY_TABLE, _NO_SLOTS, _NO_LENS = BlockTable.packed([]), SlotMapping.of(()), SeqLens.of(())
 
 
 def _owner(tensor: Any) -> object:
