@@ -15,6 +15,7 @@ from kvx_core import InternalError, InvalidArgumentError, Status
 from kvx_core._c import abi, abi_attend, abi_hybrid, abi_plan
 from kvx_core.errors import BY_STATUS
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory, ScaleGranularity
+from tests.native import run
 
 REPOSITORY = Path(__file__).parents[2]
 CXX = os.environ.get("CXX", "g++")
@@ -196,3 +197,9 @@ def test_another_major_version_is_refused(tmp_path: Path) -> None:
         f"IncompatibleError: {path} is of another version than this kvx_core: abi_major.abi_minor "
         "is 1.4, expected 2.0. Install both from the same release"
     )
+
+
+def test_import_loads_no_library() -> None:
+    """A machine may get the libraries later, and $KVX_LIBRARY counts until the first call."""
+    code = "import kvx_core; print('libkvx' in open('/proc/self/maps').read())"
+    assert run([sys.executable, "-c", code]) == "False\n"
