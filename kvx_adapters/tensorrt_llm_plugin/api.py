@@ -1,4 +1,4 @@
-"""TensorRT-LLM's connector interface, imported from where this version has it.
+"""Imports TensorRT-LLM's connector interface from the module that has it in this version.
 
 Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py; 1.1 and 1.2:
 _torch/pyexecutor/kv_cache_connector.py

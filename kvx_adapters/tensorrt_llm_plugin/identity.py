@@ -1,8 +1,8 @@
-"""The ModelRecord of what TensorRT-LLM serves, under which its keys and values are stored.
+"""Makes the ModelRecord of a model that TensorRT-LLM serves, under which its tokens are stored.
 
-Each argument either does not matter, is mapped to a field of the record, or salts the record,
-together with TensorRT-LLM's version, unless it has its default. Arguments in none of the lists are
-logged.
+An argument of the engine either does not matter, or is mapped to a field of the record. Any other
+argument, unless it has its default, salts the record together with TensorRT-LLM's version. If it
+is in none of the lists, it is logged too.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ _COUNTS = {name for names in COUNT.values() for name in names.split()}
 
 
 def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any) -> ModelRecord:
-    """The ModelRecord of an engine with these arguments.
+    """Returns the ModelRecord of an engine with these arguments.
 
-    config: the model's, with model_kwargs applied
-    Raises UnsupportedError if the weights are not those of the files. Logs arguments in none of the
-    lists above.
+    config: the model's config, with model_kwargs applied
+    Raises UnsupportedError if the weights do not come from the model's files. Logs
+    arguments in none of the lists above, unless they have their defaults.
     """
     engine = f"tensorrt_llm {api.version}"
     salts = changed(llm_args, [name for name in values(llm_args) if name not in _KNOWN])
@@ -114,7 +114,7 @@ def model_record(llm_args: Any, settings: Settings, directory: Path, config: Any
 
 @functools.cache
 def _warn(arguments: str) -> None:
-    """Logs once per process."""
+    """Logs the arguments, once per process."""
     logger.warning(
         "KVX does not know whether %s matter to keys and values: this engine shares them only with "
         "engines of the same settings",
@@ -140,7 +140,7 @@ def _files(llm_args: Any, settings: Settings, directory: Path) -> str:
 
 
 def _weights(llm_args: Any, engine: str) -> str:
-    """ "files", or how random weights were made: by rank, from their shapes and dtype."""
+    """Returns "files", or a text on random weights, which depend on rank, shape and dtype."""
     if _load_format(llm_args) != "dummy":
         return "files"
     dtype = getattr(llm_args, "dtype", "auto")
@@ -150,7 +150,10 @@ def _weights(llm_args: Any, engine: str) -> str:
 def _quantization(
     llm_args: Any, directory: Path, config: Any, engine: str
 ) -> dict[str, Any] | None:
-    """Quantisation done while loading. TensorRT-LLM fills quant_config from the files as well."""
+    """Returns the quantisation done while loading; None: none, or the files are quantised.
+
+    TensorRT-LLM fills quant_config from the files as well.
+    """
     is_quantized = (
         getattr(config, "quantization_config", None) is not None
         or (directory / "hf_quant_config.json").is_file()
@@ -163,10 +166,10 @@ def _quantization(
 
 
 def _rope(llm_args: Any, config: Any) -> tuple[Rope, bool]:
-    """The rotary parameters as applied, and whether other engines apply them in the same way.
+    """Returns the rotary parameters as applied, and True if other engines apply them alike.
 
-    They do not with a dynamic embedding and sequences longer than the config's length: the angles
-    then depend on the length. For longrope it is not known which factors TensorRT-LLM uses.
+    They differ with a dynamic embedding if sequences can be longer than the config's length: the
+    angles then depend on the length. It is not known which factors TensorRT-LLM uses for longrope.
     Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py, RopeParams
     """
     rope = standard_rope(config.to_dict())

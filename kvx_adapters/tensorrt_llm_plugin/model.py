@@ -1,8 +1,8 @@
-"""Model: the cache and the store of a model, from TensorRT-LLM's arguments and the model's config.
+"""Model: describes a model's cache and store, from TensorRT-LLM's arguments and the model's config.
 
-TensorRT-LLM gives a connector the pool as a tensor of flat blocks, which does not show how many
-heads, tokens and dims there are, nor what they mean. The configuration must show it; otherwise the
-model is refused.
+TensorRT-LLM gives a connector the pool as a tensor of flat blocks, which does not show the numbers
+of heads, tokens and dims, or their order. A model whose configuration does not show them is
+refused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvx_core.connector.local_model import local_model
 from kvx_core.snapshot import Precision
 from kvx_core.stores.prefix import PrefixStore
 
-# Required values of arguments. With others, the cache does not hold each token's keys and values at
-# its own place, or the model's files do not determine them.
+# Required values of arguments. With other values the cache does not hold each token's keys and
+# values at its own place, or the model's files do not determine them.
 _PLAIN_ARGS: dict[str, tuple[object, str]] = {
     "pipeline_parallel_size": (1, "a connector is given the layers of its own rank"),
     "context_parallel_size": (1, "ranks share out the tokens of a block"),
@@ -41,8 +41,8 @@ _PLAIN_KV_CACHE: dict[str, tuple[object, str]] = {
     "host_cache_size": (0, "offloaded blocks are not where their ids say"),
 }
 
-# Whether halves of a head rotate together (is_neox), by architecture: as its modeling file sets
-# PositionalEmbeddingParams.is_neox, or leaves it at its default.
+# is_neox by architecture: True if the halves of a head rotate together. It is the value of
+# PositionalEmbeddingParams.is_neox that the modeling file sets, or its default.
 # Source: TensorRT-LLM main 2026-09, _torch/models/modeling_{llama,mistral,mixtral,qwen,qwen3,
 # deepseekv3}.py; _torch/attention_backend/interface.py
 _IS_NEOX = {
@@ -71,11 +71,11 @@ class Model:
     tensor_parallel_size: int
     is_neox: bool
     rotary_dim: int
-    kv_scaling_factor: float  # of an FP8 pool
+    kv_scaling_factor: float  # used by an FP8 pool
 
     @classmethod
     def of(cls, llm_args: Any, settings: Settings) -> Self:
-        """llm_args: TensorRT-LLM's TorchLlmArgs"""
+        """Makes a Model. llm_args: TensorRT-LLM's TorchLlmArgs"""
         _check(llm_args, "", _PLAIN_ARGS)
         _check(llm_args.kv_cache_config, "kv_cache_config.", _PLAIN_KV_CACHE)
         revision = getattr(llm_args, "revision", None)
@@ -111,11 +111,12 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model as it is computed."""
+        """The fingerprint of the model's record."""
         return self.record.fingerprint
 
     def heads_of(self, rank: int) -> tuple[int, int]:
-        """The heads of a rank: first, and one past the last. More ranks than heads share heads.
+        """Returns the heads of a rank: first, one past the last. With more ranks than heads, ranks
+        share heads.
 
         Raises UnsupportedError.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/resource_manager.py, KVCacheManager
@@ -130,7 +131,7 @@ class Model:
         return first, first + max(1, total // ranks)
 
     def spec(self, num_blocks: int, heads: tuple[int, int]) -> tensorrt_llm.PoolSpec:
-        """The spec of a pool with all layers and some heads."""
+        """Returns the spec of a pool with all layers and some heads."""
         return tensorrt_llm.PoolSpec(
             layers=tuple(range(self.num_layers)),
             num_blocks=num_blocks,
@@ -142,7 +143,10 @@ class Model:
         )
 
     def view(self, pool: Tensor, heads: tuple[int, int]) -> CacheView:
-        """A pool of some heads as a view, zero-copy. Raises InvalidArgumentError if it differs."""
+        """Returns a zero-copy view of a pool with some heads.
+
+        Raises InvalidArgumentError if the pool does not match the model.
+        """
         spec = self.spec(max(1, len(pool)), heads)
         facts = tensorrt_llm.cache_facts(
             spec,
@@ -158,7 +162,7 @@ class Model:
         return tensorrt_llm.cache_view(spec, pool, facts, scaling_factors=factors)
 
     def store(self, settings: Settings) -> PrefixStore:
-        """The store named by the settings."""
+        """Opens the store that the settings name."""
         return settings.store(
             fingerprint=self.record,
             num_layers=self.num_layers,
@@ -168,7 +172,7 @@ class Model:
 
 
 def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> None:
-    """Raises for other values. An argument that this version does not have counts as default."""
+    """Raises UnsupportedError for other values. An argument that args lacks has its default."""
     for name, (value, reason) in expected.items():
         found = getattr(args, name, value)
         if (found or None) != (value or None):
@@ -178,7 +182,7 @@ def _check(args: Any, prefix: str, expected: dict[str, tuple[object, str]]) -> N
 
 
 def _config(directory: Path, llm_args: Any) -> Any:
-    """The model's config. Refuses models with images or sounds, or with windows."""
+    """Returns the model's config. Raises UnsupportedError for images, sounds or windows."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
@@ -202,7 +206,7 @@ def _config(directory: Path, llm_args: Any) -> Any:
 
 
 def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:
-    """The dtype that the model computes in. Raises UnsupportedError.
+    """Returns the dtype that the model computes in. Raises UnsupportedError.
 
     Source: TensorRT-LLM main 2026-09, _torch/model_config.py, ModelConfig.torch_dtype
     """
@@ -218,7 +222,7 @@ def _compute_dtype(llm_args: Any, config: Any) -> torch.dtype:
 
 
 def _dtype(llm_args: Any, compute_dtype: torch.dtype) -> str:
-    """The dtype of the pool, by PoolSpec's names. register_kv_caches compares the tensor.
+    """Returns the pool's dtype, by PoolSpec's names. register_kv_caches compares the tensor.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py,
     validate_and_set_kv_cache_quant
@@ -228,7 +232,7 @@ def _dtype(llm_args: Any, compute_dtype: torch.dtype) -> str:
 
 
 def _rotary(config: Any, settings: Settings, head_dim: int) -> tuple[bool, int]:
-    """PositionalEmbeddingParams.is_neox and RopeParams.dim.
+    """Returns PositionalEmbeddingParams.is_neox and RopeParams.dim. Raises UnsupportedError.
 
     Source: TensorRT-LLM main 2026-09, _torch/attention_backend/interface.py, RopeParams.from_config
     """

@@ -10,7 +10,7 @@ from kvx_core.stores.prefix import PrefixStore
 
 
 def opened_store(model: Model, settings: Settings) -> PrefixStore | None:
-    """The store; None if it is broken. That is logged, and does not end the engine.
+    """Returns the store; None if it is broken. A broken store is logged, and ends no engine.
 
     Raises InvalidArgumentError.
     """

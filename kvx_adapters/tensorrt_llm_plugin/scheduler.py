@@ -1,10 +1,10 @@
 """The scheduler of the connector, on rank 0: looks prompts up, and plans what a step copies.
 
 TensorRT-LLM treats tokens that a connector has promised as computed, and a connector cannot report
-later that a load has failed. So tokens are read and checked before they are promised, and their
-data goes to the workers with the step's plan. Tokens of missing or broken files are not promised:
-TensorRT-LLM computes them. Errors are caught, except where a promise cannot be kept: results would
-be wrong.
+later that a load has failed. So the scheduler reads and checks tokens before it promises them, and
+sends their data to the workers with the step's plan. It promises no tokens of missing or broken
+files: TensorRT-LLM computes them. It catches errors, unless a promise cannot be kept: the results
+would be wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvx_core.stores.match import Match
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.walk import Walk
 
-# Keys and values of a request with one of these depend on more than its token ids.
+# If a request has one of these, its keys and values depend on more than its token ids.
 # Source: TensorRT-LLM main 2026-09, cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp
 _NOT_PLAIN = (
     "lora_task_id",
@@ -60,35 +60,35 @@ class _Promise:
 
 @dataclass(slots=True)
 class _Read:
-    """A lookup in a thread that reads what it finds."""
+    """A lookup in a thread, which then reads the blocks that it finds."""
 
     walk: Walk
     start: int
-    room: int  # bytes that it may take
+    room: int  # bytes that its blocks may take
     progress: Progress = field(default_factory=Progress)
     promise: _Promise | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def position(self) -> tuple[int, int]:
-        """Tokens found, and tokens read."""
+        """The number of tokens found, and of tokens read."""
         return self.walk.num_found, self.progress.stop
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request, as a Policy reads it."""
+    """A request in the form that a Policy reads."""
 
     request_id: int
     num_prompt_tokens: int
-    source: Any  # TensorRT-LLM's own
+    source: Any  # TensorRT-LLM's own request
     promise: _Promise | None = None  # until it is sent to the workers
     all_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
 
 
 class _Policy(Policy):
-    """A Policy of TensorRT-LLM's requests."""
+    """A Policy for TensorRT-LLM's requests."""
 
     __slots__ = ()
 
@@ -99,9 +99,9 @@ class _Policy(Policy):
 class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc]
     """KVX as a KV cache connector's scheduler.
 
-    Raises InvalidArgumentError, UnsupportedError at start-up; later only InvalidArgumentError, if
-    TensorRT-LLM gives a request too few blocks for the tokens it was promised, or new weights
-    between the promise and its plan.
+    Raises InvalidArgumentError, UnsupportedError at start-up. Later it raises InvalidArgumentError
+    only, if TensorRT-LLM gives a request too few blocks for its promised tokens, or if the weights
+    change between the promise and its plan.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorScheduler
@@ -115,7 +115,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._store = opened_store(self._model, self._settings)
         self._requests: dict[int, _Request] = {}
         self._reader = Workers(self._settings.loader_threads, "kvx-read", exit_seconds=0)
-        self._policy: Policy | None = None  # of what is saved
+        self._policy: Policy | None = None  # plans the saves
         self._weights = weights_of_process()
         if self._store is not None:
             api.logger.info(self._settings.told(self._model.fingerprint, self._store.chunk_tokens))
@@ -127,7 +127,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 Lookups(self._boundary, threads=1),
                 self._store.chunk_tokens,
                 save_generated=self._settings.save_generated,
-                consumes=False,  # what is loaded has been read before
+                consumes=False,  # loads are planned here, not by the policy
                 epochs=Epochs(self._weights, log=self._weights_change),
             )
 
@@ -137,14 +137,16 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """How many tokens past `num_computed_tokens` the next step loads before its forward pass.
+        """Returns how many tokens past `num_computed_tokens` the next step loads before its forward
+        pass, and False: the load is not asynchronous.
 
-        Waits for the store while it finds or reads a chunk every chunk_seconds, and at most
-        lookup_seconds: TensorRT-LLM cannot be told to ask again. If that is not enough it computes,
-        and the index knows next time what the lookup goes on to find.
+        TensorRT-LLM cannot be told to ask again. So this waits while the store finds or reads a
+        chunk every chunk_seconds, and at most lookup_seconds. If the store is slower TensorRT-LLM
+        computes the tokens, but the lookup goes on: the next one finds its results in the index.
 
-        Called once for each allocation of a request's blocks. Whole blocks only, as in
-        TensorRT-LLM's own connectors: it may still be copying a block that it has begun.
+        TensorRT-LLM calls it once for each allocation of a request's blocks. It promises whole
+        blocks only, as TensorRT-LLM's own connectors do: TensorRT-LLM may still be copying a block
+        that is partly filled.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/mooncake_store/scheduler.py
         """
         with self._boundary.guard("loads nothing for", f"request {request.request_id}"):
@@ -153,7 +155,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Does nothing: build_connector_meta gets all blocks, including some not known here."""
+        """Does nothing: build_connector_meta gets all blocks, also blocks not known here."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         plan = StepPlan()
@@ -163,7 +165,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             tracked = self._requests.get(data.request_id)
             if tracked is None:
                 continue
-            assert self._policy is not None  # without a store no request is tracked
+            assert self._policy is not None  # requests are tracked only if there is a store
             tracked.all_token_ids.extend(data.new_tokens)
             tracked.block_ids.extend(data.new_block_ids)
             position = data.computed_position
@@ -185,12 +187,12 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return plan
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """False: TensorRT-LLM may free the blocks. Saves copy within their step."""
+        """Returns False: TensorRT-LLM may free the blocks. Saves copy within their step."""
         self._forget(request.request_id)
         return False
 
     def request_reset(self, request: Any) -> None:
-        """The request lost its blocks and starts again. Called by TensorRT-LLM main only."""
+        """Forgets a request that has lost its blocks. Only TensorRT-LLM main calls it."""
         self._forget(request.request_id)
 
     def _forget(self, request_id: int) -> None:
@@ -199,9 +201,10 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
             self._policy.ended(request_id)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """TensorRT-LLM computes tokens [start, end) of a promise itself. Called by main only.
+        """Takes back tokens [start, end) of a promise: TensorRT-LLM computes them.
 
-        If this raises, the whole promise is loaded, which is correct too.
+        Only TensorRT-LLM main calls it. After an error, which is caught, the whole promise is
+        loaded, which is correct too.
         """
         with self._boundary.guard("loads all that it promised to", f"request {request.request_id}"):
             tracked = self._requests.get(request.request_id)
@@ -209,8 +212,8 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 tracked.promise = self._without(tracked.promise, start, end)
 
     def _without(self, promise: _Promise, start: int, end: int) -> _Promise | None:
-        """What is loaded of a promise if tokens [start, end) are computed: the blocks that have
-        other tokens, without a gap.
+        """Returns the rest of a promise if TensorRT-LLM computes tokens [start, end): the blocks
+        with other tokens, without a gap; None: no blocks.
         """
         block_size, blocks = self._model.tokens_per_block, promise.blocks
         first, last = promise.start, promise.stop
@@ -240,7 +243,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         if num_computed_tokens % self._model.tokens_per_block:
             return 0
         if getattr(request, "return_context_logits", False):
-            return 0  # needs the logits of every token of the prompt
+            return 0  # it needs the logits of every prompt token
         waiting = sum(r.promise.blocks.nbytes for r in self._requests.values() if r.promise)
         room = self._settings.max_load_bytes - waiting
         if self._reader.stuck_seconds() > self._settings.chunk_seconds:
@@ -249,7 +252,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         read = _Read(store.walk(store.chain_of(tokens), len(tokens)), num_computed_tokens, room)
         self._reader.submit(lambda: self._read(store, read, what))
         promise = self._wait_for(read)
-        self._policy.look_at_weights()  # which may have changed meanwhile
+        self._policy.look_at_weights()  # they may have changed meanwhile
         if promise is None or self._policy.scope_of(tracked) is None:
             return 0
         tracked.promise = promise
@@ -260,7 +263,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return count
 
     def _wait_for(self, read: _Read) -> _Promise | None:
-        """What has been read; None if that takes too long. Then nothing more is read."""
+        """Returns the blocks that a thread reads; None if it takes too long: no more is read."""
         settings, position = self._settings, read.position
         deadline = time.monotonic() + settings.lookup_seconds
         while not read.is_over.wait(min(settings.chunk_seconds, deadline - time.monotonic())):
@@ -271,7 +274,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         return read.promise
 
     def _read(self, store: PrefixStore, read: _Read, what: str) -> None:
-        """Runs in a thread. Reads blocks as far as the store has them in good files."""
+        """Runs in a thread. Reads blocks up to the first token without a good file."""
         with self._boundary.guard("loads nothing for", what):
             read.promise = self._promise_of(store, read)
         read.is_over.set()
@@ -285,7 +288,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 error, "did not read what a prompt may begin with", "", "lookup_failures"
             )
         match = read.walk.match
-        # At least one token is computed: its logits choose the next one.
+        # TensorRT-LLM computes at least the last token: its logits choose the next one.
         num_blocks = (min(match.num_tokens, read.walk.num_tokens - 1) - start) // block_size
         block = model.spec(1, heads)
         num_blocks = min(
@@ -321,12 +324,12 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
                 store.load(match, start, stop, [section], progress=progress)
             except StoreError:
                 if progress.is_cancelled:
-                    return start  # nobody waits for it, so nothing has failed
+                    return start  # a cancelled load does not count as a failure
                 raise
         return max(start, progress.stop) if guard.failed else stop
 
     def _load(self, request_id: int, tracked: _Request, promise: _Promise) -> Load:
-        assert self._store is not None  # else nothing is promised
+        assert self._store is not None  # there are no promises without a store
         block_size = self._model.tokens_per_block
         ids = tracked.block_ids[promise.start // block_size : promise.stop // block_size]
         if len(ids) != len(promise.blocks):
@@ -338,16 +341,16 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
 
 
 def _is_plain(request: Any) -> bool:
-    """Whether its keys and values depend only on its token ids and the model's files."""
+    """True if a request's keys and values depend only on its token ids and the model's files."""
     if getattr(request, "is_dummy_request", False):
         return False
     return all(getattr(request, name, None) is None for name in _NOT_PLAIN)
 
 
 def _salt(request: Any) -> str | None:
-    """The request's cache_salt; None if it has one that cannot be read.
+    """Returns a request's cache_salt; None if it has a salt that cannot be read.
 
-    A request of the C++ runtime, which KVCacheManager uses, has only a hash of it.
+    A request of the C++ runtime, which KVCacheManager uses, has only a hash of the salt.
     """
     salt: str | None = getattr(request, "cache_salt", None)
     if salt is None and getattr(request, "cache_salt_id", None) is None:

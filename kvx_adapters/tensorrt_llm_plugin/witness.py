@@ -1,8 +1,8 @@
-"""Whether this rank's weights are still those that it has started with.
+"""Notices changes of this process's weights since the start of the engine.
 
-Every update of weights of the PyTorch backend ends in one method, which is wrapped. A connector
-cannot report a failed load, and ranks report nothing to the scheduler: so from the first update on
-nothing is shared until the next start.
+Every update of weights of the PyTorch backend ends in one method, which this module wraps. A
+connector cannot report a failed load, and ranks report nothing to the scheduler. So from the first
+update on the engine shares nothing until its next start.
 Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/model_loader.py, ModelLoader.reload; callers:
 llmapi/rlhf_utils.py, WorkerExtension.update_weights
 """
@@ -19,11 +19,11 @@ from kvx_core import InvalidArgumentError
 from kvx_core.connector.watched import watch
 from kvx_core.connector.weights import Weights
 
-_weights = Weights()  # of the process: it has one engine
+_weights = Weights()  # of this process, which has one engine
 
 
 def weights_of_process() -> Weights:
-    """Changes of weights that this process has seen so far, and will see."""
+    """Returns the weights of this process, and counts their changes from now on."""
     try:
         loader = import_module("tensorrt_llm._torch.pyexecutor.model_loader").ModelLoader
     except (ImportError, AttributeError):
@@ -37,7 +37,7 @@ def weights_of_process() -> Weights:
 
 
 def weights_changed(what: str) -> InvalidArgumentError:
-    """The error for loads that were promised before the weights changed."""
+    """Returns the error for loads that were promised before the weights changed."""
     return InvalidArgumentError(
         f"{what}: the weights have changed since tokens were promised, expected those that the "
         "engine has started with. Update weights while no request runs"

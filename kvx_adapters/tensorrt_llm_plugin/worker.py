@@ -1,4 +1,4 @@
-"""The worker of the connector, on every rank: copies blocks into its pool and tokens out of it.
+"""The worker of the connector, on every rank: writes blocks into its pool, and saves tokens of it.
 
 A load is complete before the forward pass begins. A save copies into host memory before its step
 ends, because TensorRT-LLM may give the blocks to other requests afterwards; a thread writes the
@@ -36,10 +36,10 @@ from kvx_core.stores.dry_run import never_found
 
 
 class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
-    """Owns threads, which `close` ends.
+    """KVX as a KV cache connector's worker. Owns threads, which `close` ends.
 
-    Raises InvalidArgumentError, UnsupportedError at start-up. Later only `start_load_kv` raises:
-    TensorRT-LLM would treat blocks that were not written, or are of old weights, as computed.
+    Raises InvalidArgumentError, UnsupportedError at start-up. Later only `start_load_kv` raises,
+    because TensorRT-LLM would treat unwritten blocks, or blocks of old weights, as computed.
 
     Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_connector.py,
     KvCacheConnectorWorker
@@ -53,15 +53,16 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         self._store = opened_store(self._model, self._settings)
         self._boundary = Boundary(api.logger.warning)
         self._weights = weights_of_process()
-        self._saver: Saver | None = None  # from register_kv_caches on
+        self._saver: Saver | None = None  # made by register_kv_caches
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Takes the rank's pool.
 
         kv_cache_tensor: (num_blocks, num_layers, kv_factor, num_kv_heads * tokens_per_block *
                          head_dim)
-        Raises InvalidArgumentError if it does not agree with the model and the arguments, or
-        cannot be stored in the format of the settings.
+        Raises InvalidArgumentError if the pool does not match the model and the arguments, or
+        cannot be stored in the format of the settings. Raises UnsupportedError if no lookup would
+        find its entries.
         """
         expected = self._model.spec(1, self._heads).torch_dtype
         if kv_cache_tensor.dtype != expected:
@@ -91,9 +92,9 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
             )
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Takes the rank's pool as KVCacheManagerV2 describes it.
+        """Takes the rank's pool in the form in which KVCacheManagerV2 describes it.
 
-        Raises UnsupportedError for any other layout than that of register_kv_caches.
+        Raises UnsupportedError for any layout but the one that register_kv_caches takes.
         Source: TensorRT-LLM main 2026-09, _torch/pyexecutor/connectors/kv_cache_layout.py
         """
         model = self._model
@@ -122,7 +123,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         plan = self._metadata
         if plan is None:
             return
-        # TensorRT-LLM keeps a plan bound until there is a new one.
+        # TensorRT-LLM keeps the plan until it has a new one.
         loads, plan.loads = plan.loads, []
         if loads and self._are_new:
             raise weights_changed("the loads of this step")
@@ -137,7 +138,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         """Does nothing: wait_for_save copies all layers."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Copies what this step has computed. A thread writes the files later."""
+        """Copies the tokens of this step's saves. A thread writes the files later."""
         plan = self._metadata
         if plan is None or self._saver is None:
             return
@@ -154,8 +155,8 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         return [], []
 
     def close(self) -> None:
-        """Waits until all files are written, for at most shutdown_seconds. TensorRT-LLM does not
-        call it; the interpreter waits for them at exit as well.
+        """Waits at most shutdown_seconds until all files are written. TensorRT-LLM does not call
+        it; the interpreter waits for the files at exit as well.
         """
         with self._boundary.guard("did not shut down"):
             if self._saver is not None:
@@ -163,7 +164,7 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
 
     @property
     def _are_new(self) -> bool:
-        """Whether this rank's weights are no longer those that it has started with."""
+        """True if this rank's weights have changed, or are changing, since the start."""
         return self._weights.is_changing or self._weights.generation > 0
 
     def _write(self, load: Load) -> None:
@@ -185,10 +186,10 @@ class KVXConnectorWorker(api.KvCacheConnectorWorker):  # type: ignore[misc]
         migrate(src, dst, [count * model.tokens_per_block], num_heads=last - first)
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
-        """This rank's heads of all layers of a request."""
+        """Returns one section with this rank's heads of all layers of a request's first tokens."""
         num_blocks = -(-num_tokens // self._model.tokens_per_block)
         return [self._section(BlockTable.packed([block_ids[0][:num_blocks]]))]
 
     def _section(self, table: BlockTable | None) -> Section:
-        """This rank's heads of all layers of a request."""
+        """Returns a section with this rank's heads of all layers. table: a request's, or None"""
         return Section(tuple(range(self._model.num_layers)), self._view, table)

@@ -1,7 +1,7 @@
 """KVX in vLLM: `register` is the entry point `kvx` of vllm.general_plugins.
 
-vLLM calls it in every process that it starts, before it knows the model. Only names are registered;
-their modules are imported when an engine uses them.
+vLLM calls `register` in every process that it starts, before it knows the model. `register` only
+registers names; their modules are imported when an engine uses them.
 
     CUSTOM        attention backend on CUDA: FlashAttention with a cache that KVX writes
     CPU_ATTN      vLLM's attention on CPU with a cache that KVX writes, if the environment has
@@ -9,7 +9,7 @@ their modules are imported when an engine uses them.
                   the bytes that vLLM would write, and vLLM writes FP8 caches itself. nearest: KVX
                   writes FP8 caches too and rounds to nearest, as on CUDA; vLLM's own write on CPU
                   rounds towards zero
-    KVXConnector  KV connector: tokens to and from a KVX store
+    KVXConnector  KV connector that saves prefixes to a KVX store and loads them
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-FIRST_MINOR, LAST_MINOR = 26, 33  # of vLLM 0.x: their plugin interfaces are used here
+FIRST_MINOR, LAST_MINOR = 26, 33  # of vLLM 0.x, whose plugin interfaces this module uses
 
 _BACKEND = "kvx_adapters.vllm_plugin.attention.KVXFlashAttentionBackend"
 _CPU_BACKEND = "kvx_adapters.vllm_plugin.cpu_attention.KVXCPUAttentionBackend"
@@ -41,8 +41,8 @@ _logger = logging.getLogger("vllm.kvx")  # a child of vllm's logger: uses its ha
 def register() -> None:
     """Registers KVX's attention backends and connector with vLLM. Idempotent.
 
-    Raises nothing: an error here would end every vLLM process, even those that do not use KVX. It
-    logs what it cannot register.
+    Raises nothing: an error here would end every vLLM process, even processes without KVX. It logs
+    each part that it cannot register.
     """
     try:
         _check_version()
@@ -97,13 +97,13 @@ def _override(backend: Any, path: str) -> None:
 
 
 def _register_connector() -> None:
-    """Registers the connector now or, if its factory is not imported yet, when it is.
+    """Registers the connector now or, if vLLM's factory is not imported yet, after its import.
 
     Importing the factory takes a second, which processes without an engine should not spend.
     """
     if _FACTORY in sys.modules:
         factory = sys.modules[_FACTORY].KVConnectorFactory
-        with suppress(ValueError):  # it is registered already
+        with suppress(ValueError):  # the connector is registered already
             factory.register_connector(*_CONNECTOR)
         _look_at_connectors(factory)
     elif not any(isinstance(finder, _WaitForFactory) for finder in sys.meta_path):
@@ -111,11 +111,11 @@ def _register_connector() -> None:
 
 
 def _check_early() -> None:
-    """Has vLLM check the connector's settings and its model when it makes its configuration.
+    """Has vLLM check the connector's settings and the model when it makes its configuration.
 
-    That is in the process that the user has started, before weights are loaded. No hook of a
-    connector sees both there, and an error in an engine's own process ends up in the middle of the
-    log.
+    vLLM makes it in the process that the user has started, before weights are loaded. There no hook
+    of a connector sees both settings and model, and an error in an engine's own process ends up in
+    the middle of the log.
     Source: vllm 0.32 config/vllm.py, VllmConfig.__post_init__
     """
     module = sys.modules.get(_CONFIG)  # without it this process makes no configuration
@@ -138,11 +138,11 @@ def _check_early() -> None:
     module.VllmConfig.__post_init__ = __post_init__
 
 
-_engines: dict[str, str] = {}  # the outermost connector of each engine that has made one
+_engines: dict[str, str] = {}  # by engine id, the outermost connector that vLLM made
 
 
 def _look_at_connectors(factory: Any) -> None:
-    """Notes the connectors that vLLM makes itself, not those that a connector makes.
+    """Notes each connector that vLLM itself makes, not the connectors that a connector makes.
 
     Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/factory.py, create_connector
     """
@@ -162,10 +162,10 @@ def _look_at_connectors(factory: Any) -> None:
 
 
 def is_alone(kv_transfer_config: Any) -> bool:
-    """Whether an engine's only connector is KVXConnector, so that nobody else fills blocks.
+    """True if KVXConnector is an engine's only connector, so that no other one fills blocks.
 
-    A connector that has others, such as vLLM's MultiConnector, gives each a configuration that
-    names no other, but with the engine's id.
+    A connector that contains others, such as vLLM's MultiConnector, gives each of them a
+    configuration that names that connector alone, but has the engine's id.
     """
     return _engines.get(kv_transfer_config.engine_id) == _CONNECTOR[0]
 

@@ -11,14 +11,18 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from kvx_adapters.vllm_plugin.cache_write import Write, WritesByKVX, write_into
 from kvx_core import UnsupportedError
 
-# What FlashAttention reads. Source: vllm 0.32 FlashAttentionBackend.supported_kv_cache_dtypes
+# The cache dtypes that FlashAttention reads.
+# Source: vllm 0.32 FlashAttentionBackend.supported_kv_cache_dtypes
 _PLAIN = ("auto", "float16", "bfloat16")
 _FP8 = ("fp8", "fp8_e4m3")
 
 
 class KVXFlashAttentionImpl(WritesByKVX, FlashAttentionImpl):  # type: ignore[misc]
     def kvx_write(self, layer: Any, kv_cache: Tensor) -> Write:
-        """Source: vllm 0.26 to 0.33 v1/attention/backends/flash_attn.py, do_kv_cache_update"""
+        """Returns a function that writes into `kv_cache`. Raises UnsupportedError.
+
+        Source: vllm 0.26 to 0.33 v1/attention/backends/flash_attn.py, do_kv_cache_update
+        """
         expected = self.num_kv_heads, 2 * self.head_size
         if kv_cache.ndim != 4 or (kv_cache.shape[1], kv_cache.shape[3]) != expected:
             raise UnsupportedError(
@@ -40,12 +44,12 @@ class KVXFlashAttentionImpl(WritesByKVX, FlashAttentionImpl):  # type: ignore[mi
 
 class KVXFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
     kvx_cache_of = "FLASH_ATTN"  # for kvx_adapters.vllm
-    # 0.33: no model may write the cache by a kernel of its own.
+    # vLLM 0.33: False forbids a model to write the cache with a kernel of its own.
     supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks the backend up by this: the name of an AttentionBackendEnum
+        return "CUSTOM"  # vLLM looks the backend up by this name, of an AttentionBackendEnum
 
     @staticmethod
     def get_impl_cls() -> type[KVXFlashAttentionImpl]:

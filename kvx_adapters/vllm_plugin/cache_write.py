@@ -1,7 +1,7 @@
 """Writes into a layer's cache with torch.ops.kvx, for any attention implementation of vLLM.
 
-vLLM calls it inside an op that is opaque to torch.compile, and captures its launches in CUDA
-graphs. It does not call it for layers that use the cache of another layer.
+vLLM calls the write inside an op that is opaque to torch.compile, and captures its launches in CUDA
+graphs. It calls no write for layers that use the cache of another layer.
 Source: vllm 0.32 model_executor/layers/attention/attention.py, unified_kv_cache_update
 """
 
@@ -26,11 +26,11 @@ Write = Callable[[Tensor, Tensor, Tensor], None]  # key, value, slots
 def write_into(
     k: Tensor, v: Tensor, layout: str, scales: tuple[Tensor, Tensor] | None = None
 ) -> Write:
-    """A function that writes into one cache with torch.ops.kvx.write_kv.
+    """Returns a function that writes into one cache with torch.ops.kvx.write_kv.
 
     k, v:   views of the cache, in the dtype of its numbers
     layout: the name of a kvx_core.Layout
-    scales: of K and V if they are FP8, one number or one per KV head
+    scales: the scales of K and V if they are FP8, each one number or one per KV head
     """
     op = torch.ops.kvx.write_kv.default
     if scales is None:
@@ -44,22 +44,23 @@ def write_into(
 class WritesByKVX:
     """A base class whose do_kv_cache_update writes with KVX.
 
-    The next base is vLLM's implementation. What KVX cannot write is logged, and vLLM writes it.
+    The next base class is vLLM's implementation. It writes the caches that KVX cannot write; a line
+    in the log says why.
     """
 
     attn_type: str  # of vLLM's implementation
     _kv_cache: Callable[[], Tensor | None] = staticmethod(lambda: None)
-    _write: Write | None = None  # into that cache; None: vLLM writes
+    _write: Write | None = None  # writes into `_kv_cache`; None: vLLM writes
 
     def kvx_write(self, layer: Any, kv_cache: Tensor) -> Write:
-        """A function that writes into `kv_cache`. Raises UnsupportedError, InvalidArgumentError."""
+        """Returns the write into `kv_cache`. Raises UnsupportedError, InvalidArgumentError."""
         raise NotImplementedError
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes the tokens whose slot is not negative. On a device it allocates nothing and does
-        not synchronise.
+        """Writes the tokens whose slot is not negative. On a device the write allocates nothing
+        and does not synchronise.
 
         key, value:   (>= num_tokens, num_kv_heads, head_size)
         kv_cache:     (num_blocks, num_kv_heads, block_size, 2 * head_size), layer.kv_cache
@@ -72,7 +73,7 @@ class WritesByKVX:
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
 
-    # False, because a fused kernel would write the cache itself.
+    # These return False, because a fused kernel would write the cache itself.
 
     def fused_rope_kvcache_supported(self) -> bool:
         return False
@@ -93,7 +94,7 @@ class WritesByKVX:
                 write = self.kvx_write(layer, kv_cache)
                 write(
                     key[:0], value[:0], slots[:0]
-                )  # no tokens: raises now what a write would raise
+                )  # writes no tokens, but raises the errors of a write
                 self._write = write
                 _logger.info_once("The KV cache is written by KVX")
             except Exception as error:

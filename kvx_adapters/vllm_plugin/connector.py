@@ -1,11 +1,11 @@
-"""KVXConnector: vLLM's KV connector that keeps prefixes in a KVX store.
+"""KVXConnector: a KV connector for vLLM that keeps prefixes in a KVX store.
 
     --kv-transfer-config '{"kv_connector": "KVXConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"path": "/the/stores/directory"}}'
 
-Any engine that serves the same model finds what is saved: vLLM with another block size, layout,
-cache dtype, tensor-parallel size or version, or another engine. settings.py has the configuration.
-This class only translates vLLM's hooks: scheduler.py plans, worker.py copies.
+Any engine that serves the same model finds the saved prefixes: vLLM with another block size,
+layout, cache dtype, tensor-parallel size or version, or another engine. settings.py has the
+settings. KVXConnector only translates vLLM's hooks: scheduler.py plans, worker.py copies.
 
 Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
 """
@@ -55,13 +55,13 @@ from kvx_core.stores.prefix import PrefixStore
 
 logger = init_logger("vllm.kvx")
 
-# Since 0.30 a worker can report the requests whose loads have failed. Before, it reports blocks,
-# whose ids are ambiguous with several cache groups.
+# Since vLLM 0.30 a worker can report the requests whose loads have failed. Before, it reports
+# blocks, whose ids are ambiguous with several KV cache groups.
 _BY_REQUEST = hasattr(base, "KVConnectorTransferResults")
 
 
 class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """KVX as a KV connector. Raises InvalidArgumentError, UnsupportedError only at start-up."""
+    """KVX as a KV connector. Raises InvalidArgumentError, UnsupportedError, only at start-up."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -108,9 +108,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._stores.chunk_tokens,
                 window,
             )
-        # vLLM puts blocks that a step loads into its prefix cache before the step has run, and does
-        # not remove all of them if the load fails. It adds blocks of an asynchronous load after the
-        # load.
+        # If a step loads blocks, vLLM adds them to its prefix cache before the step has run, and
+        # does not remove all of them if the load fails. It adds the blocks of an asynchronous load
+        # after the load.
         # Source: vllm 0.32 v1/core/sched/scheduler.py, _update_requests_with_invalid_blocks
         shares = self._vllm_config.cache_config.enable_prefix_caching
         settings, stores = self._settings, self._stores
@@ -175,12 +175,12 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._guard("did not load what a step reads"):
             if self._worker is not None:
                 step = self._step()
-                if step.is_idle:  # before 0.30 vLLM does not call wait_for_save for idle steps
+                if step.is_idle:  # before 0.30 vLLM calls no wait_for_save for idle steps
                     self._worker.save(step)
                 self._worker.load(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: start_load_kv returns when all layers are loaded."""
+        """Does nothing: start_load_kv has loaded all layers when it returns."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
@@ -219,7 +219,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return set()
 
     def get_kv_connector_stats(self) -> KVXStats | None:
-        """The stats of this half: vLLM asks the scheduler's and the worker's."""
+        """Returns the stats of this half. vLLM asks both halves."""
         with self._guard("did not report its stats"):
             if self._worker is not None:
                 return self._worker.take_stats()
@@ -238,9 +238,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None
 
     def save_now(self, save: Save) -> bool:
-        """Stores what `to_hand_over` has planned before it returns. Returns whether all is stored.
+        """Stores the save of `to_hand_over` before it returns. Returns True if all is stored.
 
-        Not one of vLLM's hooks: handover.py calls it.
+        handover.py calls it; it is no hook of vLLM.
         """
         with self._guard("did not hand over", f"request {save.request_id}"):
             return self._worker is not None and self._worker.save_now(save)
@@ -297,9 +297,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def to_hand_over(self, request: Any) -> Save | None:
-        """What the store lacks of a running request, for `save_now` of the worker's connector.
+        """Returns the save of a running request's missing tokens, for the worker's `save_now`.
 
-        Not one of vLLM's hooks: handover.py calls it. None: it may not be saved now.
+        None: the request may not be saved now. handover.py calls it; it is no hook of vLLM.
         """
         with self._guard("did not hand over", f"request {request.request_id}"):
             return self._half.to_hand_over(request)
@@ -331,7 +331,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not saved is computed again
+        return False  # an engine computes tokens again that were not saved
 
     @property
     def _half(self) -> SchedulerHalf:
@@ -346,7 +346,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return bool(extra_config.get("layerwise"))  # a whole graph would run past save_kv_layer
+        return bool(extra_config.get("layerwise"))  # a full graph would skip save_kv_layer
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVXStats:
@@ -359,7 +359,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _BrokenStore:
-    """Replaces Stores when the store is broken: loads fail, saves are dropped."""
+    """Takes the place of Stores if the store is broken: loads fail, saves are dropped."""
 
     error: StoreError
     chunk_tokens: int = 1
@@ -372,7 +372,7 @@ class _BrokenStore:
 def _stores(
     config: Any, settings: Settings, window: int, reach: Mapping[int, int], boundary: Boundary
 ) -> Stores | _BrokenStore:
-    """The stores, or _BrokenStore: a broken store does not end an engine, and counts as an error.
+    """Returns the stores, or a _BrokenStore: a broken store counts as an error, but ends no engine.
 
     Raises InvalidArgumentError, UnsupportedError.
     """
@@ -386,10 +386,10 @@ def _stores(
 
 
 def _facts(config: Any, layer: int | None = None) -> CacheFacts:
-    """The facts of this rank's cache, but for the fingerprint: weights may change, and the store
-    of a load or a save says whose they are.
+    """Returns the facts of this rank's cache without a fingerprint: weights may change, and the
+    store of a load or a save has the fingerprint.
 
-    layer: whose heads are counted
+    layer: the layer whose heads are counted
 
     A connector does not see the model, but vLLM keeps all rotary embeddings of a process.
     Source: vllm 0.32 model_executor/layers/rotary_embedding/__init__.py, get_rope
@@ -407,7 +407,7 @@ def _facts(config: Any, layer: int | None = None) -> CacheFacts:
 
 
 def _check_found(store: PrefixStore, sections: Sequence[Section], config: Any) -> None:
-    """Checks that lookups find what this worker and the others of its layers are going to store.
+    """Checks that lookups would find the entries that the workers of these layers store.
 
     Raises UnsupportedError.
     """
@@ -422,7 +422,7 @@ def _check_found(store: PrefixStore, sections: Sequence[Section], config: Any) -
 
 
 def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
-    """Checks that this worker's layers are the model's: a prefix needs all of them.
+    """Checks that this worker's cache has all layers of its part of the model, and no others.
 
     Raises UnsupportedError.
     """
@@ -436,8 +436,8 @@ def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
 
 
 def _alike(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.LayerGroup]:
-    """Splits a group by its layers' own sliding windows, heads and cache dtypes: a group of vLLM is
-    of layers with blocks of as many tokens, and with hybrid groups of one window.
+    """Splits a group by the sliding windows, heads and cache dtypes of its layers. In a group of
+    vLLM all layers have blocks of equally many tokens, and with hybrid groups the same window.
     """
     found: dict[tuple[int, int, str], list[int]] = {}
     for i, (name, spec) in enumerate(zip(group.layer_names, group.specs, strict=True)):
@@ -458,7 +458,7 @@ def _alike(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.Layer
 def _self_test(
     group: vllm.LayerGroup, kv_caches: Mapping[str, Tensor], layers: Mapping[str, Any]
 ) -> None:
-    """Lets vLLM write a token and KVX read it. Raises InvalidArgumentError if they differ."""
+    """Has vLLM write a token and KVX read it. Raises InvalidArgumentError if they differ."""
     try:
         vllm.self_test_group(group, kv_caches, layers)
     except UnsupportedError as error:

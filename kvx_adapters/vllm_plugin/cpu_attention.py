@@ -20,7 +20,7 @@ from kvx_core import TensorDesc, UnsupportedError
 
 
 class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Writes with KVX, except pages that strides cannot describe, such as AMX tiles."""
+    """Writes the cache with KVX, unless strides cannot describe its pages, such as AMX tiles."""
 
     def kvx_write(self, layer: Any, kv_cache: Tensor) -> Write:
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
@@ -37,13 +37,13 @@ class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore
                 num_kv_heads=num_kv_heads,
                 head_size=self.head_size,
                 page_size_bytes=num_kv_heads * block_size * content * kv_cache.itemsize,
-                # Since 0.29 it is an attribute of the layer, before of the implementation.
+                # Since vLLM 0.29 the layer has `isa`; before, the implementation has it.
                 isa=getattr(layer, "isa", None) or getattr(self, "isa", None),
             ),
         )
         assert desc.v is not None
         k, v = _view(kv_cache, desc.k), _view(kv_cache, desc.v)
-        kvx_core.use_openmp()  # the threads that vLLM computes with, as its own op does
+        kvx_core.use_openmp()  # writes with vLLM's own threads, as vLLM's op does
         if kv_cache.dtype != torch.uint8:
             return write_into(k, v, desc.k.layout.name)
         if os.environ.get("KVX_VLLM_CPU_ATTENTION") != "nearest":
@@ -51,7 +51,7 @@ class KVXCPUAttentionImpl(WritesByKVX, CPUAttentionBackendImpl):  # type: ignore
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}, which KVX rounds to nearest and vLLM "
                 "on CPU towards zero, so tokens may differ. KVX_VLLM_CPU_ATTENTION=nearest takes it"
             )
-        for name in ("_k_scale", "_v_scale"):  # the attention kernel uses the floats
+        for name in ("_k_scale", "_v_scale"):  # the attention kernel reads the float attributes
             scale, number = getattr(layer, name), getattr(layer, f"{name}_float")
             if scale.numel() != 1 or scale.item() != number:
                 raise UnsupportedError(
@@ -67,7 +67,7 @@ class KVXCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 
 def _view(kv_cache: Tensor, desc: TensorDesc) -> Tensor:
-    """The part of `kv_cache` that `desc` describes, in its axes and its dtype."""
+    """Returns the part of `kv_cache` that `desc` describes, with the axes and dtype of `desc`."""
     start = kv_cache.storage_offset() + (desc.data - kv_cache.data_ptr()) // kv_cache.itemsize
     view = kv_cache.as_strided(desc.shape, desc.stride, start)
     return view.view(getattr(torch, desc.dtype.array_name))

@@ -1,6 +1,6 @@
-"""A running request leaves this vLLM, so that another one goes on with it: docs/live_migration.md.
+"""Hands a running request over to another vLLM: see docs/live_migration.md.
 
-While it runs, KVXConnector stores its full chunks as always. What is left is stored here.
+While the request runs, KVXConnector stores its full chunks as always. `hand_over` stores the rest.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvx_core import InvalidArgumentError, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """What `hand_over` did."""
+    """The result of `hand_over`."""
 
-    tokens: list[int]  # prompt and answer; the last one has no keys and values yet
-    is_stored: bool  # all of it; False: the other engine computes what it does not find
+    tokens: list[int]  # prompt and answer; the last token has no keys and values yet
+    is_stored: bool  # True: all of it; False: the other engine computes missing tokens
 
 
 def hand_over(llm: Any, request_id: str) -> HandedOver:
-    """Stores what this engine has computed of a running request, and ends the request here.
+    """Stores the tokens that this engine has computed of a running request, and ends it here.
 
     llm:        a vllm.LLM with KVXConnector and VLLM_ENABLE_V1_MULTIPROCESSING=0, one rank
     request_id: as llm.llm_engine.add_request returned it
-    Call it between two steps. The request is aborted, with no further output. Files that could not
-    be written are no error: the engine that goes on computes their tokens.
-    Raises InvalidArgumentError, UnsupportedError; then the request goes on.
+    Call it between two steps. It aborts the request, which has no further output. A file that it
+    cannot write raises no error: the other engine computes its tokens.
+    Raises InvalidArgumentError, UnsupportedError; the request then goes on in this engine.
     Source: vllm 0.32 v1/engine/llm_engine.py, abort_request
     """
     scheduler = engine_core(llm).scheduler

@@ -1,4 +1,4 @@
-"""The ModelRecord of what vLLM serves, under which its keys and values are stored."""
+"""Makes the ModelRecord of the model that vLLM serves, under which its tokens are stored."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = init_logger("vllm.kvx")
 
 
 def model_record(vllm_config: Any, settings: Settings) -> ModelRecord:
-    """The record of an engine. Raises UnsupportedError if its model's files are not known."""
+    """Returns an engine's record. Raises UnsupportedError if its model's files are not known."""
     files = settings.fingerprint or _files(vllm_config, sample=settings.fingerprint_sampling)
     return vllm.model_record(vllm_config, files, os.environ, version=vllm_version)
 
 
 def _files(vllm_config: Any, *, sample: bool) -> str:
-    """A digest of the files of the model that an engine has loaded."""
+    """Returns a digest of the model files that an engine has loaded. Raises UnsupportedError."""
     model, load = vllm_config.model_config, vllm_config.load_config
     directory = local_model(model.model, model.revision, _OWN, cache=load.download_dir)
     config = None
@@ -51,7 +51,7 @@ def _files(vllm_config: Any, *, sample: bool) -> str:
 
 
 def files_state(model: str, revision: str | None) -> str:
-    """Tells apart what a model's files were at different times, without reading their tensors.
+    """Returns a text that differs if a model's files have changed. Reads no tensors.
 
     Raises UnsupportedError, OSError.
     """
@@ -61,10 +61,10 @@ def files_state(model: str, revision: str | None) -> str:
 
 
 class StartFiles:
-    """The files that an engine has started with, so that others can take their place.
+    """The files that an engine has started with. It names weights loaded from other files.
 
-    Only files with the same config and the same tensors can: an engine that reloads weights keeps
-    its config, and tensors that are not in the files keep their values.
+    The other files must have the same config and the same tensors: an engine that reloads weights
+    keeps its config, and tensors that are not in the files keep their values.
     """
 
     def __init__(self, vllm_config: Any, settings: Settings, fingerprint: str) -> None:
@@ -77,10 +77,10 @@ class StartFiles:
                 self._like = _likeness(local_model(model.model, model.revision, _OWN))
 
     def name(self, files: Files) -> str | None:
-        """The name of weights that were loaded from other files: see kvx_core.connector.epochs.
+        """Returns the name of weights loaded from other files: see kvx_core.connector.epochs.
 
-        None: it is not known what an engine that starts from them would compute.
-        Raises KvxError, OSError if they cannot be read.
+        None: an engine that starts from these files might compute something else.
+        Raises KvxError, OSError if the files cannot be read.
         """
         directory = local_model(files.model, files.revision, _OWN)
         is_same = files_state(files.model, files.revision) == files.state
@@ -97,7 +97,7 @@ class StartFiles:
 
 
 def _likeness(directory: Path) -> tuple[str, object]:
-    """What files need to have in common to be loaded in place of others."""
+    """Returns the config digest and tensor types, which replacement files must share."""
     found: dict[str, object] = {}
     for path in directory.glob("*.safetensors"):
         found |= tensor_types(path)
@@ -105,7 +105,7 @@ def _likeness(directory: Path) -> tuple[str, object]:
 
 
 def _depends_on_format(directory: Path, load: Any) -> bool:
-    """Whether load_format decides which files are loaded: Mistral's, or those of a rank.
+    """True if load_format decides which files vLLM loads: Mistral's or others, or a rank's own.
 
     Source: vllm 0.32 model_executor/model_loader/default_loader.py, _prepare_weights
     """

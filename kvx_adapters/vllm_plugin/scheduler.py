@@ -1,4 +1,4 @@
-"""The scheduler's half of KVXConnector: translates vLLM's requests and steps for a Policy."""
+"""The scheduler's half of KVXConnector: a Policy that takes vLLM's requests and steps."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from kvx_core.connector.plan import BlockIds, Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.weights import Report
 
-# If a request ends in another way, vLLM may not have accepted what it computed.
+# If a request ends in another way, vLLM may not have accepted the tokens that it computed.
 # Source: vllm 0.32 v1/request.py, RequestStatus
 _FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 @dataclass(slots=True)
 class SchedulerHalf(Policy):
-    """A Policy of vLLM's requests."""
+    """A Policy for vLLM's requests."""
 
-    _unshared: Counter[str] = field(default_factory=Counter)  # requests, by reason
-    _told: set[str] = field(default_factory=set)  # unshared requests that have been counted
+    _unshared: Counter[str] = field(default_factory=Counter)  # number of requests, by reason
+    _told: set[str] = field(default_factory=set)  # unshared requests that are already counted
 
     def salt_of(self, request: Any) -> str | None:
-        """Its cache_salt. A session may get images or embeddings while it runs."""
+        """Returns a request's cache_salt; None: its keys and values depend on more than tokens.
+
+        A session may get images or embeddings while it runs.
+        """
         return None if _more_than_tokens(request) else request.cache_salt or ""
 
     def num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens past `num_computed_tokens` can be loaded, and whether asynchronously.
+        """Returns how many tokens past `num_computed_tokens` can be loaded, and True if the load is
+        asynchronous.
 
         None: vLLM asks again in its next step. Source: vllm 0.26 to 0.33 v1/core/sched/scheduler.py
         """
@@ -41,14 +45,14 @@ class SchedulerHalf(Policy):
     def blocks_allocated(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
         """Tracks `request`, which has blocks now, and plans to load `num_external_tokens` tokens.
 
-        Called a second time, with 0, after an asynchronous load.
+        vLLM calls it a second time, with 0, after an asynchronous load.
         """
         self.look_at_weights()
         self._count(request)
         self.allocated(request, block_ids, num_external_tokens)
 
     def plan_saves(self, output: Any) -> None:
-        """Plans what to save of the step that `output`, vLLM's SchedulerOutput, describes."""
+        """Plans the saves of a step. output: vLLM's SchedulerOutput, which describes the step"""
         self.look_at_weights()
         if output.num_scheduled_tokens:
             self.epochs.step_computes()
@@ -57,26 +61,28 @@ class SchedulerHalf(Policy):
             self.step(request_id, num_computed_tokens, stop, block_ids, are_new=are_new)
 
     def take_step(self, output: Any) -> StepPlan:
-        """The plan of this step, for the workers."""
+        """Returns the plan of this step, for the workers."""
         plan = self.take_plan(is_idle=not output.num_scheduled_tokens)
         return StepPlan(plan.saves, plan.loads, plan.is_idle, plan.generation, plan.stamp)
 
     def has_finished(self, request: Any, block_ids: BlockIds) -> bool:
-        """Forgets a request. Returns whether its blocks have to stay until they are saved."""
+        """Forgets a request. Returns True if its blocks must stay until they are saved."""
         self._told.discard(request.request_id)
         is_good = request.status.name in _FINISHED
         return self.finished(request, block_ids, request.num_computed_tokens if is_good else 0)
 
     def to_hand_over(self, request: Any) -> Save | None:
-        """See Policy.handed_over. Raises StoreError."""
+        """Calls Policy.handed_over. Raises StoreError."""
         return self.handed_over(request.request_id, request.num_computed_tokens)
 
     def take_reports(self, reports: Mapping[int, Report]) -> None:
-        """Takes what ranks know of their weights."""
+        """Takes the reports of ranks about their weights."""
         self.epochs.take(reports)
 
     def take_unshared(self) -> dict[str, int]:
-        """Requests since the last call that have blocks and are not shared, by reason."""
+        """Returns the number of requests that got blocks but are not shared since the last call, by
+        reason.
+        """
         found, self._unshared = self._unshared, Counter()
         return dict(found)
 
@@ -91,8 +97,8 @@ class SchedulerHalf(Policy):
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
-    """Scheduled requests: id, tokens computed, block ids, and whether these replace the ids known
-    before (else they follow them).
+    """Yields the scheduled requests: id, number of computed tokens, block ids, and True if these
+    replace the earlier block ids, False if they follow them.
     """
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, new.block_ids, True
@@ -108,8 +114,8 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
 
 
 def _more_than_tokens(request: Any) -> str | None:
-    """What a request's keys and values depend on besides its token ids and the model's files, as it
-    is now; None: nothing.
+    """Returns the reason why a request's keys and values currently depend on more than its token
+    ids and the model's files; None: they do not.
     """
     if request.mm_features:
         return "images"
@@ -121,6 +127,6 @@ def _more_than_tokens(request: Any) -> str | None:
 
 
 def _computes_all(request: Any) -> bool:
-    """Whether every token of its prompt is to be computed: for logits, or as the user wants it."""
+    """True if vLLM must compute every prompt token: for logits, or because the user wants it."""
     has_logprobs = getattr(request.sampling_params, "prompt_logprobs", None) is not None
     return has_logprobs or bool(getattr(request, "skip_reading_prefix_cache", False))

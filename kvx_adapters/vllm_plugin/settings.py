@@ -1,4 +1,4 @@
-"""The settings of KVXConnector, and what it requires of the engine's own configuration."""
+"""The settings of KVXConnector, and checks of the engine's own configuration."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from kvx_core.snapshot import Precision
 
 
 class Settings(StoreSettings):
-    """kv_connector_extra_config of KVXConnector."""
+    """The settings in KVXConnector's kv_connector_extra_config."""
 
-    async_load: bool = False  # load beside other requests' steps; always with prefix caching
-    layerwise: bool = False  # copy each layer when it is computed, not all after the last
-    # What names weights that were replaced while the engine ran: files alone, or also vLLM's
-    # weight_version, which then means the same weights on every engine of this model.
+    async_load: bool = False  # load beside other requests' steps; prefix caching always does
+    layerwise: bool = False  # copy each layer once it is computed, not all after the last one
+    # The names of weights that were replaced while the engine ran: of their files only, or also
+    # vLLM's weight_version, which then means the same weights on every engine of this model.
     weights: Literal["files", "versioned"] = "files"
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:
-        """Raises InvalidArgumentError, which names every wrong field."""
+        """Reads the settings of an engine. Raises InvalidArgumentError, which names every wrong
+        field.
+        """
         return cls.read(vllm_config.kv_transfer_config)
 
     @classmethod
     def read(cls, transfer: Any) -> Self:
-        """transfer: vllm's KVTransferConfig. Raises InvalidArgumentError as `of` does."""
+        """Reads the settings of an engine.
+
+        transfer: vllm's KVTransferConfig
+        Raises InvalidArgumentError as `of` does.
+        """
         found = dict(transfer.kv_connector_extra_config)
         try:
             return cls(**found)
@@ -46,7 +52,7 @@ class Settings(StoreSettings):
 
 
 def check_settings(transfer: Any) -> None:
-    """Ends a start whose settings can never work, before vLLM starts its engine processes.
+    """Rejects settings that can never work, before vLLM starts its engine processes.
 
     transfer: vllm's KVTransferConfig
     Raises SettingsError.
@@ -58,7 +64,7 @@ def check_settings(transfer: Any) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Ends a start with a model whose prefixes cannot be shared, before its weights are loaded.
+    """Rejects a model whose prefixes cannot be shared, before its weights are loaded.
 
     model_config: vllm's ModelConfig
     Raises SettingsError.
@@ -72,9 +78,10 @@ def check_model(model_config: Any) -> None:
 
 
 class SettingsError(KvxError, RuntimeError):
-    """Settings of the connector can never work.
+    """The connector's settings can never work.
 
-    No ValueError: pydantic would put the sentence in the middle of a report on VllmConfig.
+    It is no ValueError, because pydantic would put the message of a ValueError in the middle of a
+    report on VllmConfig.
     """
 
     status = Status.INVALID_ARGUMENT
@@ -82,7 +89,7 @@ class SettingsError(KvxError, RuntimeError):
 
 def check_engine(vllm_config: Any, settings: Settings) -> None:
     """Raises UnsupportedError for engines whose blocks do not hold whole tokens in order, or whose
-    tokens depend on more than the model's files.
+    keys and values depend on more than the model's files and the tokens before.
     """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -114,7 +121,7 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
 
 
 def precisions(model_config: Any, cache_config: Any) -> list[Precision]:
-    """The precision of an engine's values in each layer, of its arithmetic and its cache there.
+    """Returns the precision of each layer's values: of the arithmetic and of the cache.
 
     model_config: vllm's ModelConfig; cache_config: vllm's CacheConfig
     Source: vllm 0.32 config/cache.py, CacheConfig; model_executor/layers/attention/attention.py
@@ -132,12 +139,12 @@ def precisions(model_config: Any, cache_config: Any) -> list[Precision]:
 
 
 def _windowed(model_config: Any, cache_config: Any, num_layers: int) -> list[int]:
-    """The layers with a sliding window. `never_found` compares what the worker has.
+    """Returns the layers with a sliding window. `never_found` later checks the worker's layers.
 
     Source: vllm 0.32 model_executor/models/gemma4.py, Gemma4DecoderLayer; attention/attention.py
     """
     kinds = getattr(model_config.hf_text_config, "layer_types", None)
-    if kinds is None:  # as in all layers
+    if kinds is None:  # all layers are alike
         has_windows = getattr(cache_config, "sliding_window", None) is not None
         return list(range(num_layers)) if has_windows else []
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-# Sums since the last report, and their descriptions. A metric is vllm:kvx_<name>_total.
+# Sums since the last report, with descriptions. Each is the metric vllm:kvx_<name>_total.
 COUNTERS = {
     "saved_tokens": "Tokens copied out of the KV cache to be stored, per worker",
     "saved_bytes": "Bytes written to the KVX store",
@@ -31,24 +31,24 @@ COUNTERS = {
     "errors": "Other errors that were caught; the engine continued",
 }
 
-# Sums by reason, and their descriptions. A metric is vllm:kvx_<name>_total, with a label "reason".
+# Sums by reason, with descriptions. Each is the metric vllm:kvx_<name>_total with label "reason".
 BY_REASON = {
     "unshared_requests": "Requests that are neither loaded nor saved, by what their keys and "
     "values depend on besides tokens: images, lora, embeddings, pooling, weights that change",
 }
-# Last values, and their descriptions. A metric is vllm:kvx_<name>. Of the workers the most counts.
+# Last values, with descriptions: the largest of all workers. Each is the metric vllm:kvx_<name>.
 GAUGES = {
     "store_bytes": "Bytes of all files of the KVX store, as far as a worker that writes knows",
     "store_files": "Files of the KVX store, as far as a worker that writes knows",
 }
-# Lists of values since the last report, and their descriptions. A metric is vllm:kvx_<name>.
+# Lists of values since the last report, with descriptions. Each is the metric vllm:kvx_<name>.
 HISTOGRAMS = {"lookup_seconds": "Seconds from a request's first lookup to its answer"}
 _BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
-_MOST = 4096  # values of a histogram in one report; the last ones
+_MOST = 4096  # the most values of a histogram in one report; the oldest are dropped
 
 
 class KVXStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums by the names of COUNTERS, values by those of GAUGES, lists by those of HISTOGRAMS."""
+    """Statistics by name: sums of COUNTERS and BY_REASON, values of GAUGES, lists of HISTOGRAMS."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=dict(data or {}))
@@ -63,7 +63,7 @@ class KVXStats(KVConnectorStats):  # type: ignore[misc]
                 self.data[name] = self.data.get(name, 0) + value
 
     def add_by_reason(self, name: str, values: Mapping[str, int]) -> None:
-        """Adds to a counter of BY_REASON."""
+        """Adds to a counter of BY_REASON, by reason."""
         self.add(**{f"{name}:{reason}": value for reason, value in values.items()})
 
     def reset(self) -> None:
@@ -74,7 +74,7 @@ class KVXStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Sums as they are, and of lists the mean and the greatest value."""
+        """Returns sums and values as they are, and the mean and the maximum of each list."""
         reduced: dict[str, int | float] = {}
         for name, found in self.data.items():
             title = f"KVX {name.replace('_', ' ').replace(':', ', ')}"
@@ -90,7 +90,7 @@ class KVXStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVXPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """A counter, a gauge or a histogram per name and engine."""
+    """Prometheus metrics: a counter, gauge or histogram for each name and engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

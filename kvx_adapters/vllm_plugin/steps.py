@@ -1,4 +1,4 @@
-"""What the halves of KVXConnector tell each other: the plan of a step, and reports of ranks."""
+"""The messages between the halves of KVXConnector: the plan of a step, and reports of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepPlan(Plan, KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class RankReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What ranks know of their weights, by rank."""
+    """The reports of ranks about their weights, by rank."""
 
     reports: dict[int, Report]
 

@@ -1,4 +1,4 @@
-"""The stores of an engine: of its model as vLLM computes it, and of what its caches hold."""
+"""Opens the stores of an engine: they depend on its model and on what its caches hold."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Stores(Scoped):
         self, vllm_config: Any, settings: Settings, window: int, reach: Mapping[int, int]
     ) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none
-        reach:  of layers, how many tokens before the end of a prefix vLLM has blocks for; others
-                have blocks for all
+        reach:  by layer, for how many tokens before the end of a prefix vLLM has blocks; a layer
+                that is not in it has blocks for all tokens
         """
         model = vllm_config.model_config
         record = model_record(vllm_config, settings)
@@ -40,7 +40,7 @@ class Stores(Scoped):
 
     @property
     def said_of_layers(self) -> str:
-        """A line for the log if layers differ in precision, else ""."""
+        """A line for the log if the layers differ in precision, else ""."""
         found = sorted({one.name for one in self._precisions})
         if len(found) == 1:
             return ""
@@ -51,6 +51,6 @@ class Stores(Scoped):
 
 
 def _new_chunk_tokens(window: int) -> int:
-    """Tokens of a chunk of a new store: when it is full, its beginning has not left the window."""
+    """Returns the chunk size of a new store: a full chunk still lies within the window."""
     largest = 1 << (window.bit_length() - 1) if window else 128
     return max(MIN_CHUNK_TOKENS, min(128, largest))

@@ -1,4 +1,4 @@
-"""The sliding windows of vLLM's groups of layers: which tokens it has blocks for."""
+"""The sliding windows of vLLM's groups of layers, and the tokens that vLLM has blocks for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvx_core import UnsupportedError
 
 
 def window_of(spec: Any) -> int:
-    """The sliding window of a group, after which vLLM frees its blocks; 0: it keeps them.
+    """Returns the sliding window of a group: vLLM frees blocks that have left it; 0: it frees none.
 
     Raises UnsupportedError for groups that free blocks in another way.
     Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
@@ -26,8 +26,9 @@ def window_of(spec: Any) -> int:
 
 
 def reach_of(groups: Iterable[Any]) -> dict[int, int]:
-    """Of layers whose blocks vLLM frees, how many tokens before the end of a prefix the first block
-    that it keeps can begin. It loads one token less than the prefix, and keeps whole blocks.
+    """Returns, for each layer whose blocks vLLM frees, how many tokens before the end of a prefix
+    its first kept block can begin. vLLM loads one token less than the prefix, and keeps whole
+    blocks.
 
     Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, allocate_new_computed_blocks
     """
@@ -41,5 +42,5 @@ def reach_of(groups: Iterable[Any]) -> dict[int, int]:
 
 
 def _first(spec: Any) -> Any:
-    """The spec of the first layer of a group whose layers have their own."""
+    """Returns the first layer's spec if a group's layers have their own specs, else the spec."""
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)

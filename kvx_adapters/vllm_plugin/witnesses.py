@@ -1,16 +1,16 @@
-"""Witnesses: whatever may write an engine's weights is counted as it runs.
+"""Witnesses: counts each call that may write an engine's weights, while it runs.
 
-vLLM tells a connector nothing about weights, and what a process holds of them cannot be digested:
-it is sharded, fused, repacked and partly dropped. So the methods that write weights are wrapped,
-once per process, on their classes.
+vLLM tells a connector nothing about weights, and the weights in a process cannot be digested: they
+are sharded, fused, repacked and partly dropped. So this module wraps the methods that write
+weights, on their classes, once per process.
 
-    worker     reload_weights, start_weight_update, update_weights, finish_weight_update, sleep and
-               discard where they drop weights
+    worker     reload_weights, start_weight_update, start_draft_weight_update, update_weights,
+               finish_weight_update; sleep and discard if they drop weights
     model      load_weights, called by a user or by a worker's extension
-    engine     collective_rpc and apply_model with anything that is not known to write none;
-               set_weight_version, by which a user names weights
+    engine     collective_rpc and apply_model, unless the call is known to write no weights;
+               set_weight_version, with which a user names weights
 
-Writes that go around all of them are named in docs/security.md.
+docs/security.md names the writes that none of these methods makes.
 Source: vllm 0.26 to 0.32 v1/worker/gpu_worker.py, v1/worker/cpu_worker.py, v1/engine/core.py,
 model_executor/model_loader/reload/inplace.py
 """
@@ -33,7 +33,7 @@ from kvx_core.connector.weights import AsRanksSay, Files, Unknown, Weights
 
 logger = init_logger("vllm.kvx")
 
-# What `collective_rpc` may run without a change of weights. Source: vllm 0.32
+# Methods that `collective_rpc` may run without a change of weights. Source: vllm 0.32
 # v1/engine/core.py, v1/executor/abstract.py, v1/worker/worker_base.py
 _WRITES_NONE = frozenset(
     {
@@ -67,7 +67,7 @@ _WRITES_NONE = frozenset(
         "wake_up",
     }
 )
-# Methods of a worker that judge themselves what they write.
+# Methods of a worker that are wrapped there: the wrapper decides if a call is a change.
 _WORKER_METHODS = (
     "reload_weights",
     "start_weight_update",
@@ -78,17 +78,18 @@ _WORKER_METHODS = (
     "discard",
 )
 
-# By the identity of their CacheConfig, which all parts of an engine in a process share, and copies
-# of its VllmConfig too. vLLM gives an engine a new instance_id while it starts.
+# The weights by the id() of an engine's CacheConfig, which all parts of the engine in a process
+# share, also those with a copy of its VllmConfig. An instance_id would not do: vLLM gives an engine
+# a new one while it starts.
 _engines: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
 _in_change: ContextVar[bool] = ContextVar("kvx_in_change", default=False)
 
 
 def weights_of(vllm_config: Any, *, in_worker: bool) -> Weights:
-    """The weights of an engine, as this process sees them from now on.
+    """Returns the weights of an engine, and watches their changes in this process from now on.
 
-    One object for both halves of a connector, if they share a process.
-    in_worker: this process has the model; else it has the scheduler
+    Both halves of a connector get the same object if they share a process.
+    in_worker: True if this process has the model, False if it has the scheduler
     """
     (_watch_worker if in_worker else _watch_engine)(vllm_config)
     key = id(vllm_config.cache_config)
@@ -121,7 +122,7 @@ def _watch_worker(vllm_config: Any) -> None:
 
 
 def _give_up(error: Exception) -> None:
-    """Nothing is shared any more: a change may not have been seen."""
+    """Shares nothing any more: a change of weights may have gone unseen."""
     for weights in tuple(_engines.values()):
         weights.is_lost = True
     logger.warning(
@@ -135,7 +136,7 @@ def _wrap(kind: type, name: str, judge: Judge) -> None:
 
 @contextmanager
 def _change(*engines: Weights) -> Iterator[None]:
-    """A change of these engines' weights, which changes inside belong to."""
+    """A context for a change of these engines' weights. Changes inside belong to it."""
     token = _in_change.set(True)
     try:
         with ExitStack() as stack:
@@ -147,7 +148,7 @@ def _change(*engines: Weights) -> Iterator[None]:
 
 
 def _of(owner: Any) -> Weights | None:
-    """The weights of the engine that a worker, a scheduler or an engine core belongs to."""
+    """Returns the weights of the engine of a worker, a scheduler, an executor or an engine core."""
     config = getattr(owner, "vllm_config", None)
     return _engines.get(id(getattr(config, "cache_config", None)))
 
@@ -174,7 +175,7 @@ def _collective_rpc(core: Any, method: Any, *arguments: Any, **keywords: Any) ->
 
 @contextmanager
 def _executor_rpc(executor: Any, method: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
-    """Users may also call the executor. vLLM itself sends it names of methods only."""
+    """Counts users' calls of the executor. vLLM itself passes it only names of methods."""
     if isinstance(method, str) or _in_change.get():
         yield
         return
@@ -191,7 +192,7 @@ def _set_weight_version(core: Any, weight_version: str) -> Iterator[None]:
 
 @contextmanager
 def _reset_prefix_cache(scheduler: Any, *arguments: Any, **keywords: Any) -> Iterator[list[Any]]:
-    """A reset succeeds if no request has blocks. Source: vllm 0.32 v1/core/block_pool.py"""
+    """Counts resets that succeed: no request has blocks. Source: vllm 0.32 v1/core/block_pool.py"""
     done: list[Any] = []
     yield done
     if any(done) and (weights := _of(scheduler)):
@@ -203,7 +204,7 @@ def _reset_prefix_cache(scheduler: Any, *arguments: Any, **keywords: Any) -> Ite
 
 @contextmanager
 def _load_model(worker: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
-    """The start of an engine is no change of another one in this process."""
+    """Keeps the start of an engine from counting as a change of another engine in this process."""
     with _change(*filter(None, [_of(worker)])):
         yield
 
@@ -222,7 +223,7 @@ def _worker_method(name: str, worker: Any, *arguments: Any, **keywords: Any) -> 
             after = _files(worker, *arguments, **keywords) if reloads else None
             weights.came_from(before if before is not None and before == after else Unknown())
     except BaseException:
-        weights.hold(False)  # vLLM ends an update that has failed
+        weights.hold(False)  # vLLM ends an update that fails
         raise
     if name in ("start_weight_update", "start_draft_weight_update"):
         weights.hold(True)
@@ -231,7 +232,7 @@ def _worker_method(name: str, worker: Any, *arguments: Any, **keywords: Any) -> 
 
 
 def _may_write(name: str, *arguments: Any, **keywords: Any) -> bool:
-    """Whether a call may write or drop weights. Sleeping at level 1 keeps a copy of them."""
+    """True if a call may write or drop weights. Sleep at level 1 keeps a copy of them."""
     if name == "sleep":
         level = keywords.get("level", arguments[0] if arguments else 1)
         keeps = isinstance(level, int) and level < 2
@@ -252,7 +253,7 @@ def _files(
     weights_path: str | None = None,
     is_checkpoint_format: bool = True,
 ) -> Files | None:
-    """The files that `reload_weights` loads all weights from; None if it does not, or who knows."""
+    """Returns the files that `reload_weights` loads all weights from; None: no or unknown files."""
     if weights_iterator is not None or not is_checkpoint_format:
         return None
     model = worker.vllm_config.model_config
@@ -266,7 +267,7 @@ def _files(
 
 @contextmanager
 def _load_weights(model: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
-    """Whose model it is cannot be seen, so it may be that of any engine in this process."""
+    """Counts a change of all engines in this process: the call does not show whose model it is."""
     if _in_change.get():
         yield
         return

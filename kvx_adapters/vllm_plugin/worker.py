@@ -1,4 +1,4 @@
-"""The worker's half of KVXConnector: vLLM's blocks for a Saver and a Loader."""
+"""The worker's half of KVXConnector: lets a Saver and a Loader copy from and to vLLM's blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvx_core.connector.saver import Saver
 from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Section
 
-_PATIENCE_SECONDS = 0.01  # that a step without a forward pass waits for loads
+_PATIENCE_SECONDS = 0.01  # the wait for loads in a step without a forward pass
 _CHANGED = "the model's weights have changed since the step was planned"
 
 
@@ -31,24 +31,24 @@ _CHANGED = "the model's weights have changed since the step was planned"
 class Held:
     """Layers that share a list of block ids, a sliding window and heads."""
 
-    index: int  # of their KV cache group
+    index: int  # of the layers' KV cache group
     group: vllm.LayerGroup
     view: CacheView
-    kernel_blocks: int  # per block
+    kernel_blocks: int  # number per block
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The heads of the model that these layers have here: first, and one past the last."""
+        """The heads of the model that this rank has in these layers: first, one past the last."""
         first = self.view.facts.first_kv_head or 0
         return first, first + self.view.layers[0].num_kv_heads
 
 
 class WorkerHalf:
-    """Saves and loads of one worker. `shutdown` ends its threads.
+    """Saves and loads tokens of one worker. `shutdown` ends its threads.
 
     held:       all layers of this worker
-    device:     of the caches
-    by_request: vLLM asks for failed requests, not only for failed blocks
+    device:     the device of the caches
+    by_request: True if vLLM asks for failed requests too, not only for failed blocks
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WorkerHalf:
         weights: Weights,
     ) -> None:
         self._weights = weights
-        self._seen = 0  # the scheduler's generation of the weights
+        self._seen = 0  # the scheduler's generation of weights, as the last plan had it
         self._told = Report(0, 0, False, weights.origin)
         self._boundary, self._held, self._device = boundary, held, device
         self._by_request = by_request
@@ -73,27 +73,27 @@ class WorkerHalf:
             for part in held
             for name, layer in zip(part.group.layer_names, part.group.layers, strict=True)
         }
-        self._block_size: int = held[0].group.specs[0].block_size  # of the only group, for _blocks
+        self._block_size: int = held[0].group.specs[0].block_size  # for _blocks, with one group
         self._counts = Counts()
         layers = list(self._layer_of.values())
         heads = [part.heads for part in held for _ in part.group.layers]
         self._saver = Saver(stores, settings, boundary, self._counts, self._sections, layers, heads)
-        # For asynchronous loads. None without CUDA: torch.cuda.stream(None) does nothing.
+        # Asynchronous loads use it. None without CUDA: torch.cuda.stream(None) does nothing.
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(device) if device.type == "cuda" else None
         self._loader = Loader(
             stores, settings, boundary, self._counts, self._sections, self._beside, self._era
         )
         self._loaded: set[Any] = set()
-        self._untold: set[Any] = set()  # failed loads whose blocks vLLM has not heard of
+        self._untold: set[Any] = set()  # failed loads whose blocks are not reported to vLLM yet
         self._failed: set[Any] = set()
         self._failed_blocks: set[int] = set()
 
     def load(self, step: StepPlan) -> None:
-        """Loads what this step's forward pass reads, and starts the asynchronous loads.
+        """Loads the tokens that this step's forward pass reads, and starts asynchronous loads.
 
-        Without a forward pass vLLM runs step after step without a pause, which keeps the loading
-        threads from running. So this waits a little for them.
+        Without a forward pass vLLM runs steps without a pause, which keeps the loading threads from
+        running. So an idle step waits a little for a load to end.
         """
         accepts = self._accepts(step)
         for load in step.loads:
@@ -107,12 +107,12 @@ class WorkerHalf:
             self._loader.wait(_PATIENCE_SECONDS)
 
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
-        """Copies one layer of what this step saves. `save` copies the remaining layers."""
+        """Copies one layer of this step's saves. `save` copies the remaining layers."""
         if self._accepts(step):
             self._saver.save_layer(step, step.saves, self._layer_of[layer_name])
 
     def save(self, step: StepPlan) -> None:
-        """Copies what this step has computed. Threads write the files later."""
+        """Copies the tokens of this step's saves. Threads write the files later."""
         if self._accepts(step):
             self._saver.save(step, step.saves)
         else:
@@ -127,15 +127,15 @@ class WorkerHalf:
         self._loader.cancel(request_ids)
 
     def take_results(self) -> tuple[set[Any], set[Any], set[Any]]:
-        """Ids of requests: saved after they finished, loads that ended, and loads that failed."""
+        """Returns request ids: final saves that are done, loads that ended, loads that failed."""
         self._take_from_loader()
         loaded, failed = self._loaded, self._failed
         self._loaded, self._failed = set(), set()
         return self._saver.take_saved(), loaded, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that loads did not write. Only after that do these loads count as ended: vLLM
-        takes all blocks of a load that has ended for written.
+        """Returns the blocks that loads did not write. These loads count as ended only after this
+        call: vLLM treats all blocks of an ended load as written.
         """
         self._take_from_loader()
         blocks, self._failed_blocks = self._failed_blocks, set()
@@ -163,7 +163,7 @@ class WorkerHalf:
         return None if stats.is_empty() else stats
 
     def take_report(self) -> Report | None:
-        """What this rank knows of its weights, if that is new."""
+        """Returns this rank's report about its weights; None: it is the same as the last one."""
         weights = self._weights
         report = Report(self._seen, weights.generation, weights.is_changing, weights.origin)
         if report == self._told:
@@ -172,12 +172,12 @@ class WorkerHalf:
         return report
 
     def _accepts(self, step: StepPlan) -> bool:
-        """Whether the weights are still those that a step was planned for."""
+        """True if the weights have not changed since a step was planned."""
         with self._boundary.guard("did not compare generations of weights"):
             weights, stamp = self._weights, step.stamp
             if step.generation != self._seen:
                 self._seen = step.generation
-                for part in self._held:  # what is remembered for the store of earlier weights
+                for part in self._held:  # views remember facts of earlier weights' store
                     part.view.memo.clear()
             return (
                 stamp is not None
@@ -191,24 +191,24 @@ class WorkerHalf:
         return self._seen, self._weights.generation
 
     def shutdown(self) -> None:
-        """Cancels loads that have not begun, and waits until all files are written, for at most
-        shutdown_seconds each.
+        """Cancels the loads and waits for those that run, then waits until all files are written:
+        at most shutdown_seconds each.
         """
         self._loader.shutdown()
         self._saver.shutdown()
 
     def _beside(self) -> AbstractContextManager[object]:
-        """The stream of a load beside steps: earlier steps may still use its blocks."""
+        """Returns the stream of a load beside steps. It waits for steps that may use the blocks."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
     def _blocks(self, load: Load, first: int) -> set[int]:
-        """The blocks of the tokens from `first` on, so that vLLM uses those before. None of them
-        with several KV cache groups, where ids are ambiguous.
+        """Returns a load's blocks from token `first` on: vLLM then uses the blocks before. Empty
+        with several KV cache groups, whose block ids are ambiguous.
         """
-        with suppress(TypeError, IndexError):  # a load of nonsense has failed for that reason
+        with suppress(TypeError, IndexError):  # wrong block ids, which made the load fail
             if self._has_one_group:
                 ids, block_size = load.block_ids[0], self._block_size
                 return set(ids[first // block_size : -(-load.stop // block_size)])
@@ -216,11 +216,11 @@ class WorkerHalf:
 
     @cached_property
     def _of_no_sequence(self) -> list[Section]:
-        """Sections that `_sections` completes: made by the first save or load, which is guarded."""
+        """Sections without block tables. The first save or load makes them, inside its guard."""
         return [Section(p.group.layers, p.view, None, p.group.encoding) for p in self._held]
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
-        """Sections for the first `num_tokens` tokens of a request."""
+        """Returns the sections of the first `num_tokens` tokens of a request."""
         return [
             section.of_sequence(
                 vllm.block_table(

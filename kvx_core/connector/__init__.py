@@ -1,1 +1,1 @@
-"""What the connectors of all engines share. Knows no engine."""
+"""The code that the connectors of all engines share. It depends on no engine."""

@@ -1,6 +1,6 @@
 """Boundary: catches errors in a connector's hooks, so that they never reach the engine.
 
-An engine ends when its connector raises. Losing what a store holds costs less than that.
+An engine ends when its connector raises. Computing tokens without the store costs less than that.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Self
 
 from kvx_core.errors import KvxError, printable
 
-_EXPECTED = (KvxError, OSError, MemoryError)  # their message suffices; others need a traceback
+_EXPECTED = (KvxError, OSError, MemoryError)  # logged without a traceback: the message suffices
 _PASS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _MAX_KINDS = 256
-_MAX_CHARS = 2000  # of a message in the log, which may quote a file or a request
+_MAX_CHARS = 2000  # of a logged message, which may quote a file or a request
 
 
 class Boundary:
-    """Catches errors, counts them, and logs each kind once. Threads may share one.
+    """Catches errors, counts them, and logs each kind from time to time. Threads may share it.
 
         with boundary.guard("could not load", "request 7", count="load_failures") as guard:
             ...
         if guard.failed:
-            ...  # what the engine gets instead
+            ...  # give the engine something else
 
-    The kind of an error: what failed, its type, and its message without numbers and file names.
-    A kind is logged at most once in `quiet_seconds`, with the number of times it has occurred.
+    An error's kind is the action that failed, the error's type, and its message without numbers
+    and file names. A kind is logged at most once in `quiet_seconds`, with the number of its errors
+    since its last line.
     KeyboardInterrupt, SystemExit and GeneratorExit are not caught.
     """
 
@@ -44,23 +45,23 @@ class Boundary:
         quiet_seconds: float = 60,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """warn: logs a line, or several with a traceback"""
+        """warn: logs its argument, which has several lines if it includes a traceback"""
         self._warn, self._quiet_seconds, self._clock = warn, quiet_seconds, clock
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._kinds: dict[tuple[str, ...], _Kind] = {}
 
     def guard(self, failed_to: str, of: str = "", *, count: str = "errors") -> Guard:
-        """A context that catches errors.
+        """Returns a context that catches errors.
 
-        failed_to: the start of the log line: what KVX did not do, such as "did not save"
-        of:        the object of that, such as "request 7"
+        failed_to: the start of the log line: the action that failed, such as "did not save"
+        of:        the object of the action, such as "request 7"
         count:     the name under which `take_counts` counts the error
         """
         return Guard(self, failed_to, of, count)
 
     def take_counts(self) -> dict[str, int]:
-        """How many errors were caught under each name since the last call."""
+        """Returns the number of errors caught under each name since the last call."""
         if not self._counts:  # as in most steps
             return {}
         with self._lock:
@@ -68,7 +69,7 @@ class Boundary:
         return dict(counts)
 
     def warn(self, line: str) -> None:
-        """Logs a line that is no error. Never raises."""
+        """Logs a line that reports no error. Never raises."""
         with suppress(Exception):
             self._warn(line)
 
@@ -89,7 +90,7 @@ class Boundary:
                 self._warn("\n".join(map(printable, lines)))
 
     def _to_log(self, kind: tuple[str, ...]) -> int:
-        """The errors of this kind since its last log line if a new line is due; else 0."""
+        """Returns the number of this kind's errors since its last log line; 0 if no line is due."""
         now = self._clock()
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
@@ -105,7 +106,7 @@ class Boundary:
 
 @dataclass(slots=True)
 class Guard:
-    """The context that Boundary.guard makes. `failed` says afterwards if it caught an error."""
+    """The context that Boundary.guard returns. `failed` is True after it has caught an error."""
 
     boundary: Boundary
     failed_to: str
@@ -131,14 +132,14 @@ class Guard:
 
 @dataclass(slots=True)
 class _Kind:
-    """Errors of one kind."""
+    """The errors of one kind."""
 
     num_errors: int = 0  # since the last line in the log
     quiet_until: float = float("-inf")
 
 
 def _text(error: BaseException) -> str:
-    """The message of an error in one line."""
+    """Returns an error's message as one line."""
     return (" ".join(str(error).split()) or type(error).__name__)[:_MAX_CHARS]
 
 

@@ -1,4 +1,4 @@
-"""Counts: sums and last values by name, which threads make and a step takes."""
+"""Counts: sums and last values by name. Threads add to them, and a step takes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class Counts:
-    """What was added and set since it was last taken."""
+    """The sums and values since the last `take`. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class Counts:
                 self._sums[name] = self._sums.get(name, 0) + value
 
     def set(self, **values: float) -> None:
-        """Replaces values: a name is either added to or set."""
+        """Replaces values. Use `add` or `set` for a name, never both."""
         with self._lock:
             self._sums |= values
 

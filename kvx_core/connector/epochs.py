@@ -1,12 +1,14 @@
-"""Epochs: the name that keys have for an engine's weights, in the scheduler's half.
+"""Epochs: names an engine's weights, for use in keys. Runs in the scheduler's half.
 
-    ""              the weights are those of the model's files, as at the start
-    files:<...>     all were loaded from other files: their record. Engines that start from these
-                    files share with it
-    said:<version>  the user has named them, and promises that the name means the same everywhere
-    random:<...>    nobody knows: found by this engine alone, until the next change
+    ""              the weights come from the model's files, as at the start
+    files:<...>     all weights were loaded from other files, whose record follows. Engines that
+                    start from these files share prefixes with this engine
+    said:<version>  the user has named the weights, and promises that the name means the same
+                    weights everywhere
+    random:<...>    the weights are unknown: only this engine finds its entries, until the next
+                    change
 
-Nothing is shared between the beginning of a change and the new name.
+From the beginning of a change until the weights have a new name, the engine shares nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.threads import Workers
 from kvx_core.connector.weights import START, Agreement, Files, Report, Stamp, Weights
 
-# The name of weights that were loaded from these files; None: not to be named by files.
+# Returns the name of weights that were loaded from these files; None: files cannot name them.
 NameOfFiles = Callable[[Files], str | None]
 
 
 class Epoch(NamedTuple):
-    """The weights of a plan: their name in keys, and the changes that it takes into account."""
+    """The weights that a plan is for: their name in keys, and the generations seen so far."""
 
     name: str = ""
     stamp: Stamp = START
@@ -45,13 +47,13 @@ class _Naming:
 
 @dataclass(slots=True)
 class Epochs:
-    """Names an engine's weights, each time that they have changed. Called by one thread.
+    """Names an engine's weights anew after each change. Only one thread may call it.
 
-    weights:     of this process
-    num_ranks:   that report
-    name_files:  runs in a thread, since it may read all files
-    log:         one line for each new epoch
-    trusts_said: whether the user's names of weights count
+    weights:     the weights as this process knows them
+    num_ranks:   the number of ranks that report
+    name_files:  names weights by their files; runs in a thread, since it may read all files
+    log:         logs a line when weights begin to change, and when they have a new name
+    trusts_said: True if the names that the user gives to weights count
     """
 
     weights: Weights = field(default_factory=Weights)
@@ -62,27 +64,27 @@ class Epochs:
     trusts_said: bool = False
     _agreement: Agreement = field(init=False)
     _epoch: Epoch = FIRST
-    _said: tuple[str, int] | None = None  # the name that an earlier epoch had
+    _said: tuple[str, int] | None = None  # `weights.said` when the epoch was named
     _naming: _Naming | None = None
     _workers: Workers | None = None
-    _tells: bool = True  # whether the change that goes on is still to be logged
-    _blocks: object = None  # the epoch that computed the blocks which the engine may use again
-    _num_resets: int = -1  # when that was looked at
+    _tells: bool = True  # True: the next change is still to be logged
+    _blocks: object = None  # the epoch that computed all blocks the engine may reuse
+    _num_resets: int = -1  # weights.num_resets in the last step
 
     def __post_init__(self) -> None:
         self._agreement = Agreement(self.weights, self.num_ranks)
 
     @property
     def generation(self) -> int:
-        """Of this process, for the next plan."""
+        """The generation of this process's weights, for the next plan."""
         return self.weights.generation
 
     def take(self, reports: Mapping[int, Report]) -> None:
-        """Takes what ranks have reported."""
+        """Takes the reports of ranks."""
         self._agreement.take(dict(reports))
 
     def current(self) -> Epoch | None:
-        """The epoch of what is planned now; None: weights change, or have no name yet."""
+        """Returns the epoch to plan for; None while the weights change or have no name yet."""
         stamp = self._agreement.stamp
         if stamp is None:
             if self._tells and self.weights.generation:
@@ -102,34 +104,34 @@ class Epochs:
         return self._epoch
 
     def step_computes(self) -> None:
-        """A step computes tokens, with the weights of this moment."""
+        """Notes that a step computes tokens with the current weights."""
         before, self._blocks = self._blocks, None
         epoch = self.current()
-        if self._num_resets != self.weights.num_resets:  # no block is older than this step
+        if self._num_resets != self.weights.num_resets:  # the engine has dropped all older blocks
             self._num_resets, self._blocks = self.weights.num_resets, epoch
         elif before is epoch:
             self._blocks = epoch
 
     def has_current_blocks(self) -> bool:
-        """Whether all that the engine keeps for later requests was computed in this epoch.
+        """True if all blocks that the engine keeps for later requests are of this epoch.
 
-        What it keeps when its weights change is its own affair, but nothing that was computed
-        after such blocks is to be saved.
+        An engine may keep blocks when its weights change, but tokens that it computes after such
+        blocks must not be saved.
         """
         epoch = self.current()
         is_empty = self._num_resets != self.weights.num_resets
         return epoch is not None and (is_empty or self._blocks is epoch)
 
     def shutdown(self) -> None:
-        """Waits for nothing."""
+        """Ends the threads without waiting for them."""
         if self._workers is not None:
             self._workers.shutdown(0, drop=True)
 
     def _name(self, stamp: Stamp) -> str | None:
-        """The name of the weights of a stamp; None: it is not known yet."""
+        """Returns the name of the weights of a stamp; None: the name is not known yet."""
         said = self._said_name(stamp)
         origin = self._agreement.origin
-        if stamp == self._epoch.stamp:  # only what the user says of them is new
+        if stamp == self._epoch.stamp:  # only the name that the user gives is new
             return said if said is not None and not self._is_of_files else self._epoch.name
         if isinstance(origin, Files) and self.name_files is not None:
             naming = self._naming
@@ -150,7 +152,7 @@ class Epochs:
         if not self.trusts_said or said is None:
             return None
         version, generation = said
-        is_old = said == self._said and stamp != self._epoch.stamp  # ranks have changed since
+        is_old = said == self._said and stamp != self._epoch.stamp  # the weights have changed since
         return None if is_old or generation != self.weights.generation else f"said:{version}"
 
     def _start_naming(self, stamp: Stamp, files: Files, name_files: NameOfFiles) -> _Naming:

@@ -1,4 +1,4 @@
-"""Loader: copies tokens from the store into an engine's blocks, in threads or at once."""
+"""Loader: copies tokens from the store into an engine's blocks, in threads or in the call."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.loads import Progress
 
-# What waits until a device has used blocks, and the context that a load runs in afterwards.
+# Waits until the device no longer uses the blocks; returns the context in which the load runs.
 Streams = Callable[[], AbstractContextManager[object]]
-# Differs after the engine's weights have changed.
+# Returns a value that differs after the engine's weights have changed.
 Era = Callable[[], object]
 
 
 @dataclass(slots=True)
 class Results:
-    """Loads since the last call: those beside steps that are over, and those that failed."""
+    """The loads since the last call: loads beside steps that ended, and all loads that failed."""
 
     loaded: set[RequestId] = field(default_factory=set)
-    failed: list[tuple[Load, int]] = field(default_factory=list)  # and the first token not loaded
+    failed: list[tuple[Load, int]] = field(default_factory=list)  # load, first token not loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -37,23 +37,23 @@ class _Work:
     """A load that is under way."""
 
     load: Load
-    era: object  # when it began
-    progress: Progress | None = None  # None: it could not be made
+    era: object  # at the load's beginning
+    progress: Progress | None = None  # None: not made, because of an error
     context: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     @property
     def first(self) -> int:
-        """The first token that is not loaded. No part of them is any use without its own states."""
+        """The first token not loaded. With states it is the load's start: a part is of no use."""
         if self.load.match.states:
             return self.load.start
         return max(self.load.start, 0 if self.progress is None else self.progress.stop)
 
 
 class Loader:
-    """Loads of one worker, the oldest first. A failed load does not affect others.
+    """Runs the loads of one worker, the oldest first. A failed load does not affect others.
 
-    The tokens before the first bad file of a load are there all the same, unless they have states,
-    and every bad file of it is deleted: what the engine computes is stored again at once.
+    A failed load still loads the tokens before its first bad file, unless they have states. It
+    deletes all its corrupt files, so that the tokens that the engine computes are stored again.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Loader:
         streams: Streams = nullcontext,
         era: Era = lambda: None,
     ) -> None:
-        """streams: called in the engine's thread for each load beside steps; its context is entered
-        by the thread that loads
-        era:     a load has failed if it is another one afterwards
+        """streams: called in the engine's thread for each load beside steps; the thread that loads
+        enters the context that it returns
+        era:     a load has failed if `era` returns another value afterwards
         """
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections, self._streams = counts, sections, streams
@@ -76,18 +76,18 @@ class Loader:
         self._workers = Workers(
             settings.loader_threads, "kvx-load", exit_seconds=settings.shutdown_seconds
         )
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the fields below
         self._load_is_over = threading.Condition(self._lock)
-        self._waiting: dict[RequestId, _Work] = {}  # beside steps, not over
-        self._over: list[tuple[_Work, bool]] = []  # and whether it has loaded all
+        self._waiting: dict[RequestId, _Work] = {}  # loads beside steps that have not ended
+        self._over: list[tuple[_Work, bool]] = []  # load, True if it loaded all
 
     @property
     def num_loading(self) -> int:
-        """Loads beside steps that are not over."""
+        """The number of loads beside steps that have not ended."""
         return len(self._waiting)
 
     def start(self, load: Load) -> None:
-        """Starts a load beside steps. `take_results` reports its end, whatever happens."""
+        """Starts a load beside steps. `take_results` reports its end, even if an error occurs."""
         work = _Work(load, self._era())
         with self._lock:
             self._waiting[load.request_id] = work
@@ -99,7 +99,7 @@ class Loader:
             self._is_over(work, good=False)
 
     def load(self, load: Load) -> bool:
-        """Loads what the forward pass of this step reads; returns whether that succeeded."""
+        """Loads tokens that this step's forward pass reads; returns True if it loaded all."""
         work = _Work(load, self._era())
         with self._loading(load) as guard:
             work.progress = Progress()
@@ -109,14 +109,14 @@ class Loader:
         return good
 
     def refuse(self, load: Load, reason: str) -> None:
-        """Reports a load as failed that does not begin."""
+        """Reports a load as failed without starting it."""
         with self._loading(load):
             raise StoreError(reason)
         with self._lock:
             self._over.append((_Work(load, self._era()), False))
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
-        """These requests have ended: their loads end without being done, or after a chunk."""
+        """Cancels the loads of ended requests. A load that already runs ends after a chunk."""
         for request_id in request_ids:
             with self._lock:
                 found = self._waiting.get(request_id)
@@ -127,15 +127,15 @@ class Loader:
                     self._is_over(found, good=False)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a load beside steps is over, if there is one."""
+        """Waits until a load beside steps has ended, if any runs, for at most `seconds`."""
         with self._lock:
             if self._waiting and not self._over:
                 self._load_is_over.wait(seconds)
 
     def take_results(self) -> Results:
-        """What `start` and `load` have come to since the last call.
+        """Returns the loads that have ended since the last call.
 
-        The engine treats loads that are not reported as successful.
+        The engine assumes that a load succeeded unless it is reported as failed.
         """
         with self._lock:
             over, self._over = self._over, []
@@ -152,7 +152,7 @@ class Loader:
         return results
 
     def shutdown(self) -> None:
-        """Cancels loads that have not begun, and waits for the others at most shutdown_seconds."""
+        """Cancels all loads, and waits at most shutdown_seconds for those that run."""
         self.cancel(tuple(self._waiting))
         self._workers.shutdown(self._settings.shutdown_seconds, drop=True)
 
@@ -161,7 +161,7 @@ class Loader:
         self._is_over(work, good=self._load(work))
 
     def _is_over(self, work: _Work, *, good: bool) -> None:
-        """Reports the end of a load beside steps: the engine waits for the report."""
+        """Reports the end of a load beside steps. The engine waits for the report."""
         request_id = work.load.request_id
         with self._lock:
             if self._waiting.get(request_id) is not work:
@@ -185,7 +185,7 @@ class Loader:
                     )
                 except StoreError:
                     if progress is not None and progress.is_cancelled:
-                        return False  # nobody waits for it, so nothing has failed
+                        return False  # a cancelled load does not count as a failure
                     raise
             self._counts.add(
                 loaded_tokens=load.stop - load.start,

@@ -1,4 +1,4 @@
-"""The directory of a model's files on this machine."""
+"""Finds the directory of a model's files on this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from kvx_core.errors import UnsupportedError
 
 
 def local_model(name: str, revision: str | None, way_out: str, *, cache: str | None = None) -> Path:
-    """The directory of a model: `name` is one, or a model of the hub that has been fetched.
+    """Returns the directory of a model's files.
 
-    way_out: what the user can do if there is none
-    cache:   the hub's cache directory; None: its default
-    Raises UnsupportedError.
+    name:    a directory, or the name of a hub model that is in the cache
+    way_out: ends the error message: it tells the user what to do without a local copy
+    cache:   the hub's cache directory; None: the hub's default
+    Raises UnsupportedError if this machine has no copy of the model.
     """
     if Path(name).is_dir():
         return Path(name)

@@ -1,4 +1,4 @@
-"""Lookups: answers from memory, or asks the store's disk in threads while the engine goes on."""
+"""Lookups: answers from memory, or asks the disk in threads while the engine runs its steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.walk import Walk
 
-_OWN_SECONDS = 5e-5  # that a lookup in memory may take of the engine's thread
-_PATIENCE_SECONDS = 5e-4  # that it waits for a thread that is free: a step later takes much longer
-_OWN_TOKENS = 4096  # of a longer prompt, the keys are computed in a thread
-_MOST = 4096  # durations that are kept until they are taken; beginnings of prompts that are known
-_ENOUGH = 100  # lookups that should have hit, after which a store that has nothing is reported
+_OWN_SECONDS = 5e-5  # the most time that a lookup in memory may take in the engine's thread
+_PATIENCE_SECONDS = 5e-4  # the wait for a lookup in a thread: another step takes much longer
+_OWN_TOKENS = 4096  # a thread computes the keys of longer prompts
+_MOST = 4096  # the most durations kept until they are taken, and beginnings of prompts remembered
+_ENOUGH = 100  # a warning is logged after so many repeats without any cache hit
 NOTHING = Match(0, ())
 
 
@@ -37,23 +37,23 @@ class _Lookup:
 
 
 class Lookups:
-    """Lookups of requests. `ask` waits half a millisecond for a disk, and only if no other lookup
-    is under way; `wait` at most as long as it is told.
+    """Looks requests up. `ask` waits for the disk for at most half a millisecond, and only if no
+    other lookup is under way. `wait` waits at most as long as its caller says.
 
-    Owns threads, which `shutdown` ends. Called by one thread.
+    Owns threads, which `shutdown` ends. Only one thread may call it.
     """
 
     def __init__(self, boundary: Boundary, *, threads: int = 2, seconds: float = 1.0) -> None:
-        """seconds: then a request is answered that the store has nothing. Its lookup goes on if it
-        has begun, and the next one finds what it has seen in memory
+        """seconds: after this time a lookup is answered as a miss. If it has begun, it goes on in
+        its thread, and the next lookup finds in memory what this one has seen
         """
         self._boundary, self.seconds = boundary, seconds
         self._workers = Workers(threads, "kvx-lookup", exit_seconds=0)
         self._pending: dict[RequestId, _Lookup] = {}
         self._lookup_is_over = threading.Condition()
         self._num_hits = self._num_misses = self._num_repeats = 0
-        self._beginnings: dict[tuple[str, bytes], None] = {}  # of prompts, the oldest first
-        self._repeats_without_a_hit = 0  # since the start; -1: there was a hit, or it was reported
+        self._beginnings: dict[tuple[str, bytes], None] = {}  # of prompts, oldest first
+        self._repeats_without_a_hit = 0  # -1: there was a hit, or the warning was logged
         self._durations: deque[float] = deque(maxlen=_MOST)
 
     def ask(
@@ -64,9 +64,9 @@ class Lookups:
         num_tokens: int,
         at_least: int = 1,
     ) -> Match | None:
-        """What the store has of the first tokens of a chain; None: ask again later.
+        """Returns the match of the first `num_tokens` tokens of a chain; None: ask again later.
 
-        at_least: at least 1; shorter matches need not be found
+        at_least: at least 1; matches with fewer tokens may be missed
         """
         lookup = self._pending.get(request_id)
         if lookup is not None and (
@@ -93,7 +93,7 @@ class Lookups:
     def _count_repeat(
         self, chain: TokenChain, num_tokens: int, at_least: int, *, is_hit: bool
     ) -> None:
-        """Counts a lookup that could have hit: an earlier prompt began with the same tokens."""
+        """Counts a lookup whose prompt begins with the same tokens as an earlier prompt."""
         if is_hit:
             self._repeats_without_a_hit = -1
         if num_tokens <= at_least:  # the last token is never loaded
@@ -117,13 +117,13 @@ class Lookups:
             )
 
     def take_counts(self) -> dict[str, int | list[float]]:
-        """The answers since the last call; empty if there were none.
+        """Returns counts of the answers since the last call; empty if there were none.
 
         lookup_hits:    answers with at least `at_least` tokens
-        lookup_misses:  all others, also those of lookups that have failed or took too long
-        lookup_repeats: those whose prompt begins with `at_least` tokens of an earlier one, and
-                        which therefore could have hit if this engine saves
-        lookup_seconds: from the first `ask` to the answer; of the last 4,096 answers
+        lookup_misses:  all other answers, also of lookups that failed or took too long
+        lookup_repeats: answers for prompts that begin with the first `at_least` tokens of an
+                        earlier prompt: if this engine saves, they could have been hits
+        lookup_seconds: the times from the first `ask` to the answer, of the last 4,096 answers
         """
         if not self._durations:
             return {}
@@ -143,16 +143,16 @@ class Lookups:
             return NOTHING if lookup.has_failed else lookup.walk.match
         if time.monotonic() - lookup.begun > self.seconds:
             del self._pending[request_id]
-            self._workers.cancel(request_id)  # if it has not begun, so that others are in time
+            self._workers.cancel(request_id)  # drops it if it has not begun: others wait
             return NOTHING
         return None
 
     def prepare(self, request_id: RequestId, chain: TokenChain, num_tokens: int) -> None:
-        """Computes the keys of the first tokens of a chain in a thread, which then are at hand."""
+        """Has a thread compute the keys of a chain's first tokens; the chain then keeps them."""
         self._workers.submit(lambda: self._compute_keys(chain, num_tokens), request_id)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request needs no answer any more."""
+        """Drops the lookup of a request that needs no answer any more."""
         if lookup := self._pending.pop(request_id, None):
             lookup.is_forgotten = True
         self._workers.cancel(request_id)
@@ -162,14 +162,14 @@ class Lookups:
             self.forget(request_id)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a lookup is over, if there is one."""
+        """Waits until a lookup is over, if any is under way, for at most `seconds`."""
         pending = tuple(self._pending.values())
         if pending:
             with self._lookup_is_over:
                 self._lookup_is_over.wait_for(lambda: any(p.is_over for p in pending), seconds)
 
     def shutdown(self) -> None:
-        """Waits for nothing."""
+        """Ends the threads without waiting for them."""
         self.forget_all()
         self._workers.shutdown(0, drop=True)
 
@@ -220,7 +220,7 @@ class Lookups:
         with self._lookup_is_over:
             lookup.is_over = True
             self._lookup_is_over.notify_all()
-        pace.rest()  # who has waited for the answer goes first
+        pace.rest()  # lets the thread that waits for the answer run first
         if not lookup.has_failed:
             with self._boundary.guard("did not look for more corrupt files"):
                 walk.check_rest(finder, is_enough)

@@ -1,4 +1,4 @@
-"""What a connector's scheduler half tells its workers' halves to do in one step."""
+"""The plan of one step: the saves and loads that a scheduler half sends to its worker halves."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvx_core.connector.weights import START, Stamp
 from kvx_core.stores.match import Match
 from kvx_core.stores.prefix import PrefixStore
 
-# The blocks of a request from its first token on, one list per group of layers that shares them.
+# A request's block ids from its first token on: one list for each group of layers.
 BlockIds = tuple[list[int], ...]
 RequestId = str | int
 
 
 class Scope(NamedTuple):
-    """Requests of different scopes share nothing, even if their tokens are equal."""
+    """Requests of different scopes share no entries, even if their tokens are equal."""
 
     salt: str = ""  # of the request
-    weights: str = ""  # their name: see epochs.py
+    weights: str = ""  # the name of the weights: see epochs.py
 
 
 class ScopedStores(Protocol):
-    """The stores by the scopes of saves and loads."""
+    """Maps the scope of a save or a load to its store."""
 
     def __getitem__(self, scope: Scope, /) -> PrefixStore:
         """Raises StoreError."""
@@ -34,15 +34,15 @@ class ScopedStores(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Tokens [start, stop) of a request, computed by this step or earlier ones."""
+    """A save of tokens [start, stop) of a request, which this step or earlier steps compute."""
 
     request_id: RequestId
     scope: Scope
-    node: str  # the key of all tokens before `start`: these are not sent
+    node: str  # the key of all tokens before `start`, which are not sent
     start: int  # the beginning of a chunk
     tokens: npt.NDArray[np.int64]  # from `start` on
     block_ids: BlockIds
-    final: bool = False  # the request has finished and its blocks wait for this
+    final: bool = False  # the request has finished; its blocks stay until this save
 
     @property
     def stop(self) -> int:
@@ -51,7 +51,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens [start, stop) of a request, from the store."""
+    """A load of tokens [start, stop) of a request from the store."""
 
     request_id: RequestId
     scope: Scope
@@ -59,18 +59,18 @@ class Load:
     start: int
     stop: int
     block_ids: BlockIds
-    wait: bool  # the forward pass of this step reads them
+    wait: bool  # True: the forward pass of this step reads the tokens
 
 
 @dataclass(slots=True)
 class Plan:
     """The saves and loads of one step.
 
-    generation, stamp: of the weights that they were planned for: see weights.py
+    generation, stamp: of the weights that the step was planned for: see weights.py
     """
 
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     is_idle: bool = False  # the step has no forward pass
     generation: int = 0
-    stamp: Stamp | None = START  # None: the scheduler did not know it
+    stamp: Stamp | None = START  # None: unknown to the scheduler

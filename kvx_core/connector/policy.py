@@ -1,16 +1,15 @@
-"""Policy: what a connector looks up, loads and saves. The scheduler's half, whatever the engine.
+"""Policy: decides what a connector looks up, loads and saves, in the scheduler of any engine.
 
-It has token ids and block ids, never a tensor. It does not wait for a disk, but for half a
-millisecond at the first lookup.
+It handles token ids and block ids, never a tensor. It waits for the disk for at most half a
+millisecond at a request's first lookup, and at most 5 ms in a step without a forward pass.
 
-If a load fails, a step computes wrong tokens: in the request that loaded, and in any that shares
-its blocks. The engine drops these, and the store must not save them. So if a load runs in the same
-step as the forward pass that reads it, or if others than this connector fill blocks, a request's
-tokens are saved only after the engine has accepted one of its tokens. Asynchronous loads end before
-their request runs.
+If a load fails, a step computes wrong tokens, in the request that loaded and in each that shares
+its blocks. The engine drops these tokens, and the store must not save them. So if a load runs in
+the step whose forward pass reads it, or if another connector fills blocks too, a request is saved
+only after the engine has accepted a token of it. Asynchronous loads end before their request runs.
 
-An engine may change what a request is, and its weights, while the request runs. `scope_of` maps a
-request as it is now to what its keys depend on besides its tokens, and every method asks it.
+While a request runs, its engine may change the request or the weights. So each method that plans a
+load or a save asks `scope_of` or `salt_of` again what the request's keys depend on.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
 from kvx_core.stores.token_chain import TokenChain
 
-_OWN_TOKENS = 1024  # of a request, that a step converts and hashes if no thread has done so
-_PATIENCE_SECONDS = 0.005  # that a step without a forward pass waits for lookups
+_OWN_TOKENS = 1024  # the most tokens of a request that a step hashes if no thread has done so
+_PATIENCE_SECONDS = 0.005  # the wait for lookups in a step without a forward pass
 
 
 class Request(Protocol):
-    """What a policy reads of an engine's request."""
+    """The attributes of an engine's request that a Policy reads."""
 
     @property
     def request_id(self) -> RequestId: ...
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """The prompt and what was generated; grows as tokens are accepted."""
+        """The prompt and the generated tokens; grows as the engine accepts tokens."""
         ...
 
     @property
@@ -53,66 +52,66 @@ class _Tracked:
     """A request that has blocks."""
 
     request: Request
-    scope: Scope  # when it got its first blocks, as the epoch
-    epoch: Epoch
+    scope: Scope  # of the time when it got its first blocks
+    epoch: Epoch  # of the same time
     block_ids: BlockIds
     hold: int  # saves begin when the request has more tokens than this
-    saved: int = 0  # tokens that are in the store, or need not be saved
-    has_gap: bool = False  # a sliding window has left some of them before they were saved
+    saved: int = 0  # as many first tokens are stored or need no save
+    has_gap: bool = False  # a sliding window left tokens before they were saved
     is_prepared: bool = False  # a thread was asked to compute its keys
 
 
 @dataclass(slots=True)
 class _Found:
-    """The tokens of a request that the store has, kept until blocks are allocated for them."""
+    """The result of a request's lookup, kept until the engine allocates blocks."""
 
     match: Match
-    num_tokens: int  # of the request when it was looked up
+    num_tokens: int  # the request's tokens when it was looked up
     scope: Scope
-    start: int = 0  # tokens that the engine has already
+    start: int = 0  # the number of tokens that the engine already has
 
 
 @dataclass(slots=True)
 class Policy:
-    """Plans saves and loads. An engine computes a request without a plan as without a store.
+    """Plans saves and loads. The engine computes a request without a plan as if it had no store.
 
-    If a method raises, its caller catches the error and calls one of these, which never raise:
-    `give_up`, `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
+    If a method raises, its caller catches the error and calls one of these methods, which never
+    raise: `give_up`, `give_up_loads`, `forget`, `forget_all`, `ended`, `stop`.
     """
 
     stores: ScopedStores
     boundary: Boundary
     lookups: Lookups
     chunk_tokens: int
-    min_tokens: int = 8  # loads and saves at least this many at once
-    save_generated: bool = True  # saves generated tokens too, not only prompts
+    min_tokens: int = 8  # fewer are not loaded, nor saved at the end of an answer
+    save_generated: bool = True  # saves prompts and generated tokens, not only prompts
     produces: bool = True
     consumes: bool = True
-    asynchronous: bool = False  # loads run beside other requests' steps
-    window: int = 0  # the shortest sliding window of a group of layers; 0: there is none
-    spread: SaveBudget | None = None  # None: a step saves all that it completes
-    others_fill: bool = False  # blocks may hold what another connector has loaded
+    asynchronous: bool = False  # loads run beside the steps of other requests
+    window: int = 0  # the shortest sliding window of any group of layers; 0: none
+    spread: SaveBudget | None = None  # None: a step saves all tokens that it completes
+    others_fill: bool = False  # another connector may load into blocks
     epochs: Epochs = field(default_factory=Epochs)
     _tracked: dict[RequestId, _Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, _Found] = field(default_factory=dict)
     _chains: dict[RequestId, tuple[Scope, TokenChain]] = field(default_factory=dict)
-    _given_up: set[RequestId] = field(default_factory=set)  # they load nothing from now on
-    _loading: dict[RequestId, Match] = field(default_factory=dict)  # in this or past steps
+    _given_up: set[RequestId] = field(default_factory=set)  # these requests load nothing any more
+    _loading: dict[RequestId, Match] = field(default_factory=dict)  # not reported yet
     _next: Plan = field(default_factory=Plan)
-    _index: Index | None = None  # of all stores
-    _now: Epoch | None = FIRST  # None: the weights have no name that others may use
+    _index: Index | None = None  # shared by all stores
+    _now: Epoch | None = FIRST  # None: the weights change or have no name
     _unnamed_since: float = 0.0
-    _unproven: set[RequestId] = field(default_factory=set)  # some of their blocks may be older
+    _unproven: set[RequestId] = field(default_factory=set)  # blocks may be of older weights
 
     def salt_of(self, request: Request) -> str | None:
-        """The salt of a request as it is now; None: its keys and values depend on more than its
-        tokens, a salt and the weights. Engines override this.
+        """Returns a request's current salt; None: its keys and values depend on more than tokens,
+        a salt and the weights. Engines override this method.
         """
         return ""
 
     def scope_of(self, request: Request) -> Scope | None:
-        """What the keys of a request depend on besides its tokens, as it is now; None: it is not
-        shared.
+        """Returns what the keys of a request currently depend on besides its tokens; None: the
+        request is neither loaded nor saved.
         """
         if self._now is None or request.request_id in self._unproven:
             return None
@@ -120,8 +119,8 @@ class Policy:
         return None if salt is None else Scope(salt, self._now.name)
 
     def look_at_weights(self) -> None:
-        """Notices that they have changed: every method that an engine's hook calls does so first,
-        but for `step`, which is called for each request of a step.
+        """Notices changed weights. An engine calls this before the first `step` of a step; the
+        methods `lookup`, `allocated`, `take_plan`, `finished` and `handed_over` call it themselves.
         """
         before, self._now = self._now, self.epochs.current()
         if self._now is before:
@@ -129,21 +128,21 @@ class Policy:
         if self._now is None:
             self._unnamed_since = time.monotonic()
         self.reset()
-        # Of what the old weights computed: these fail.
+        # Loads of tokens that the old weights computed: they fail.
         self._next.loads = [replace(load, match=NOTHING) for load in self._next.loads]
 
     def lookup(
         self, request: Request, num_computed_tokens: int, *, may_load: bool = True
     ) -> int | None:
-        """How many tokens past `num_computed_tokens` can be loaded; None: ask again in a step.
+        """Returns how many tokens past `num_computed_tokens` can be loaded; None: ask again later.
 
-        num_computed_tokens: that the engine has found in its own blocks
+        num_computed_tokens: the tokens that the engine has found in its own blocks
         """
         self.look_at_weights()
         request_id = request.request_id
         if num_computed_tokens and not self.epochs.has_current_blocks():
-            self._unproven.add(request_id)  # the engine has them in blocks that may be older
-        else:  # it begins anew, if it had blocks
+            self._unproven.add(request_id)  # older weights may have computed its blocks
+        else:  # the request has no blocks that older weights computed
             self._unproven.discard(request_id)
         if not (self.consumes and may_load) or request_id in self._given_up:
             return 0
@@ -166,7 +165,7 @@ class Policy:
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """Tracks `request`, which has blocks now, and plans to load `num_external_tokens` tokens.
 
-        May be called a second time, with 0, after an asynchronous load.
+        An engine may call it a second time, with 0, after an asynchronous load.
         """
         self.look_at_weights()
         request_id = request.request_id
@@ -196,27 +195,27 @@ class Policy:
         self._lookups.pop(request_id, None)
 
     def give_up(self, request_id: RequestId, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """Saves nothing of a request, and plans a load that fails: the engine then computes the
-        tokens that it expected to be loaded.
+        """Drops a request's lookup and saves, and plans a load that fails, so that the engine
+        computes the tokens that it expected to be loaded.
         """
         found = self._lookups.get(request_id)
         self.forget(request_id)
         if num_external_tokens:
             self._given_up.add(request_id)
             start = 0 if found is None else found.start
-            if found is None or start:  # it keeps blocks of before
+            if found is None or start:  # it keeps its earlier blocks
                 self._unproven.add(request_id)
             stop = start + num_external_tokens
             self._load(request_id, Scope(), NOTHING, start, stop, block_ids)
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops the request's lookup and saves. It may be looked up again."""
+        """Drops a request's lookup and saves. The request may be looked up again."""
         self.lookups.forget(request_id)
         self._lookups.pop(request_id, None)
         self._tracked.pop(request_id, None)
 
     def ended(self, request_id: RequestId) -> None:
-        """Forgets everything about a request."""
+        """Forgets all about a request that has ended."""
         self.forget(request_id)
         self._chains.pop(request_id, None)
         self._given_up.discard(request_id)
@@ -226,7 +225,7 @@ class Policy:
         self._doubt(self._loading.pop(request_id, None))  # its load may have failed
 
     def has_loaded(self, request_id: RequestId, stop: int) -> None:
-        """The store has the request's tokens up to `stop`."""
+        """Notes that the store has the request's tokens up to `stop`."""
         if tracked := self._tracked.get(request_id):
             tracked.saved = stop
 
@@ -239,10 +238,10 @@ class Policy:
         *,
         are_new: bool,
     ) -> None:
-        """Plans what to save of a request of which this step computes tokens up to `stop`.
+        """Plans the saves of a request whose tokens up to `stop` this step computes.
 
-        block_ids: new ones, which follow those known before; are_new: they replace them
-        An error is caught: then nothing more of the request is saved.
+        block_ids: the new block ids; they follow the earlier ids, or replace them if are_new
+        Catches errors; after an error it saves nothing more of the request.
         """
         if self.spread is not None:
             self.spread.computes(stop - num_computed_tokens)
@@ -263,7 +262,10 @@ class Policy:
             self.forget(request_id)
 
     def take_plan(self, *, is_idle: bool) -> Plan:
-        """The plan of this step, for the workers. Steps without a forward pass wait for lookups."""
+        """Returns the plan of this step. An empty plan waits a little for lookups if `is_idle`.
+
+        is_idle: the step has no forward pass
+        """
         self.look_at_weights()
         plan, self._next = self._next, Plan()
         plan.is_idle, plan.generation = is_idle, self.epochs.generation
@@ -277,9 +279,9 @@ class Policy:
         return plan
 
     def finished(self, request: Request, block_ids: BlockIds, num_computed_tokens: int) -> bool:
-        """Forgets a request. Returns whether its blocks have to stay until they are saved.
+        """Forgets a request. Returns True if its blocks must stay until they are saved.
 
-        num_computed_tokens: 0 if it was aborted, or nothing of it may be saved
+        num_computed_tokens: 0 if the request was aborted, or may not be saved
         """
         self.look_at_weights()
         tracked = self._tracked.get(request.request_id)
@@ -310,9 +312,9 @@ class Policy:
     def reported(
         self, failed: Collection[RequestId], finished: Collection[RequestId], *, blocks: bool
     ) -> None:
-        """Takes the workers' reports of loads: failed and finished requests, or failed blocks.
+        """Takes the workers' reports of loads: failed and finished requests, and failed blocks.
 
-        Blocks may be those of another connector's load, which any request may share.
+        blocks: some block failed; another connector may have loaded it, and any request share it
         """
         if blocks:
             for each in self._tracked.values():
@@ -320,22 +322,22 @@ class Policy:
         for request_id in tuple(self._loading) if blocks else failed:
             if tracked := self._tracked.get(request_id):  # None: it was aborted meanwhile
                 self._given_up.add(request_id)
-                tracked.saved = 0  # its tokens may not be in the store any more
+                tracked.saved = 0  # the store may have lost its tokens
                 self._doubt(self._loading.get(request_id))
         for request_id in (*failed, *finished):
             self._loading.pop(request_id, None)
 
     def give_up_loads(self) -> None:
-        """Called if `reported` raised: treats all loads as failed, since any of them may have."""
+        """Treats all loads as failed. Called if `reported` raised: any load may have failed."""
         self._given_up.update(self._loading)
         for request_id in self._loading:
             self.forget(request_id)
 
     def handed_over(self, request_id: RequestId, num_computed_tokens: int) -> Save | None:
-        """What the store lacks of a running request, no tokens if it lacks none, or perhaps their
-        states; None: it may not be saved, its blocks are still being loaded, or a sliding window
-        has left some of it.
-
+        """Returns a Save of the tokens of a running request that the store lacks: no tokens if it
+        lacks none, or in a store with states the last chunk, whose states it may lack. None: the
+        request may not be saved, its blocks are still being loaded, or unsaved tokens have left a
+        sliding window.
         num_computed_tokens: as the engine counts them; drafts of the last step do not matter
         Raises StoreError.
         """
@@ -357,25 +359,25 @@ class Policy:
         return Save(request_id, tracked.scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
 
     def reset(self) -> None:
-        """Forgets what has been looked up. What is stored stays, and is looked up anew."""
+        """Forgets the results of lookups. The store keeps its entries, and lookups ask it again."""
         self.lookups.forget_all()
-        for found in self._lookups.values():  # what the engine has already is still true
+        for found in self._lookups.values():  # `start` stays: it counts the engine's own tokens
             found.match, found.num_tokens = NOTHING, -1
         self._chains.clear()
 
     def forget_all(self) -> None:
-        """Saves nothing of the current requests."""
+        """Stops saving the current requests."""
         self._tracked.clear()
 
     def stop(self) -> None:
-        """Called if `reset` raised: saves and loads nothing from now on."""
+        """Saves and loads nothing from now on. Called if `reset` raised."""
         self.produces = self.consumes = False
         self.lookups.forget_all()
         self._lookups.clear()
         self._tracked.clear()
 
     def _doubt(self, match: Match | None) -> None:
-        """Asks the disk for the files of a match before memory answers again. Never raises."""
+        """Has later lookups ask the disk, not memory, for the files of a match. Never raises."""
         if match is not None and self._index is not None:
             for name in match.names:
                 self._index.doubt(name)
@@ -395,9 +397,8 @@ class Policy:
         )
 
     def _save(self, tracked: _Tracked, num_computed_tokens: int, stop: int) -> None:
-        """Plans what to save once `stop` tokens have been computed.
-
-        Full chunks when they are complete, and the whole prompt when its end is computed.
+        """Plans what to save when the first `stop` tokens have been computed: all full chunks, and
+        the whole prompt once its end is computed.
         """
         request = tracked.request
         known = len(request.all_token_ids)  # without draft tokens, which may be rejected
@@ -417,9 +418,9 @@ class Policy:
         if full > tracked.saved:
             chain = self._chain(request, tracked.scope)
             ready = chain.num_ids + _OWN_TOKENS
-            if ready < full and not self.window:  # the rest is saved by later steps
+            if ready < full and not self.window:  # later steps save the rest
                 full = ready - ready % chunk
-                if not tracked.is_prepared:  # no lookup has computed its keys
+                if not tracked.is_prepared:  # no thread has computed its keys
                     tracked.is_prepared = True
                     num_tokens = min(known, num_prompt_tokens)
                     self.lookups.prepare(request.request_id, chain, num_tokens)
@@ -433,7 +434,7 @@ class Policy:
                 self.spread.saves(full - start)
 
     def _gone(self, num_computed_tokens: int) -> int:
-        """How many of the first tokens no sliding window reaches: engines free their blocks.
+        """Returns how many first tokens have left the shortest window: engines free their blocks.
 
         Source: vllm 0.32 v1/core/single_type_kv_cache_manager.py, get_num_skipped_tokens
         """
@@ -454,7 +455,7 @@ class Policy:
         )
 
     def _chain(self, request: Request, scope: Scope) -> TokenChain:
-        """The keys of a request's tokens. Raises StoreError."""
+        """Returns the chain of keys of a request's tokens. Raises StoreError."""
         known = self._chains.get(request.request_id)
         if known is None or known[0] != scope:
             store = self.stores[scope]
@@ -464,21 +465,21 @@ class Policy:
         return known[1]
 
     def _lookup(self, request: Request, scope: Scope, num_tokens: int) -> Match | None:
-        """What the store has; an error counts as nothing. None: ask again."""
+        """Returns the match of a request; an error counts as a miss. None: ask again."""
         with self.boundary.guard(
             "found nothing for", f"request {request.request_id}", count="lookup_failures"
         ):
             chain, store = self._chain(request, scope), self.stores[scope]
-            asked = num_tokens - store.has_states  # a state behind the last token is no use
+            asked = num_tokens - store.has_states  # a state after the last token is useless
             return self.lookups.ask(request.request_id, store, chain, asked, self.min_tokens)
         return NOTHING
 
     def _finds_equals(self, scope: Scope) -> bool:
-        """Whether what lookups find is as precise as what would be saved in its place."""
+        """True if found entries are at least as precise as those that a save would write."""
         return self.stores[scope].accept == "same"
 
     def _is_shared(self, tracked: _Tracked) -> bool:
-        """Whether the request is what it was when it got blocks, and so are the weights."""
+        """True if the request's salt and the weights are the same as when it got its blocks."""
         if tracked.epoch is not self._now:
             return False
         return (

@@ -1,4 +1,4 @@
-"""Saver: copies tokens out of an engine's blocks; a Writer writes them to the store.
+"""Saver: copies tokens out of an engine's blocks. A Writer then writes them to the store.
 
 A save copies to host memory before its step ends, because the engine may give the blocks to other
 requests afterwards.
@@ -24,25 +24,25 @@ from kvx_core.stores.commits import kind_of
 from kvx_core.stores.covers import Heads, heads_of
 from kvx_core.stores.prefix import PrefixStore
 
-# The sections of the first tokens of a request: blocks, number of tokens.
+# Makes the sections of a request's first tokens from its blocks and the number of tokens.
 Sections = Callable[[BlockIds, int], list[Section]]
 
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Layers of this worker that have files of their own.
+    """Layers of this worker that share files.
 
-    states: their states; else all but these
+    states: True: the files hold the layers' states; False: all but their states
     """
 
     layers: tuple[int, ...]
     heads: Heads
     states: bool = False
-    chunks: Chunks | None = None  # what is copied from; None: nothing of them is
+    chunks: Chunks | None = None  # source of the copies; None: nothing is copied
     snapshots: list[Snapshot] = field(default_factory=list)
 
     def of(self, sections: Iterable[Section]) -> list[Section]:
-        """What these sections have of the layers."""
+        """Returns the sections, cut to the layers of this part."""
         mine = [s.states if self.states else s.tokens for s in sections]
         held = [(s, [layer for layer in s.layers if layer in self.layers]) for s in mine if s]
         return [s if len(ls) == len(s.layers) else s.of(ls) for s, ls in held if ls]
@@ -50,13 +50,13 @@ class _Part:
 
 @dataclass(slots=True)
 class _Copied:
-    """The chunks of one save that are being copied, to be stored."""
+    """The copies of the chunks of one save."""
 
     store: PrefixStore
     missing: set[int]  # layers that have not been copied
     parts: Sequence[_Part] = ()
     num_bytes: int = 0  # of all snapshots
-    refused: StoreError | None = None  # why chunks after these are not copied
+    refused: StoreError | None = None  # why later chunks are not copied
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -70,15 +70,15 @@ class _Copied:
         self.missing = self.missing.difference(layers)
 
     def settle(self) -> None:
-        """Ends the copies."""
+        """Completes the snapshots after all layers are copied."""
         for part in self.parts:
             for snapshot in part.snapshots:
-                assert part.chunks is not None  # it is one of them
+                assert part.chunks is not None  # the snapshot is one of these chunks
                 snapshot.settle(part.chunks.sections)
 
 
 class Saver:
-    """Saves of one worker. A failed save does not affect others. `shutdown` ends its threads."""
+    """Saves tokens of one worker. A failed save affects no other. `shutdown` ends its threads."""
 
     def __init__(
         self,
@@ -91,27 +91,27 @@ class Saver:
         heads: Heads,
         state_heads: Heads | None = None,
     ) -> None:
-        """layers, heads: that this worker has, as PrefixStore.missing takes them
-        sections:    makes sections of them. Those with states say in `state_tokens` of how many
-                     tokens they are: they are stored if a save ends there
-        state_heads: of the states of these layers; None: as `heads`
+        """layers, heads: this worker's layers and heads, as PrefixStore.missing takes them
+        sections:    makes sections of these layers. The `state_tokens` of a section with states
+                     says after how many tokens they are: states are stored if a save ends there
+        state_heads: the heads of the layers' states; None: as `heads`
         """
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections = counts, sections
         self._layers, self._heads = layers, heads
         self._state_heads = heads if state_heads is None else state_heads
         self._writer = Writer(settings, boundary, counts, self._is_stored)
-        self._pool: MemoryPool | None = None  # of the first save
-        self._open_step: object = None  # for which save_layer was called
-        self._open: dict[RequestId, _Copied] = {}  # by request
-        self._open_bytes = 0  # of these
-        self._lock = threading.Lock()  # of _saved
+        self._pool: MemoryPool | None = None  # made by the first save
+        self._open_step: object = None  # the step that save_layer was called for
+        self._open: dict[RequestId, _Copied] = {}  # by request, copies of that step
+        self._open_bytes = 0  # of these copies
+        self._lock = threading.Lock()  # guards _saved
         self._saved: set[RequestId] = set()
 
     def save_layer(self, step: object, saves: Sequence[Save], layer: int) -> None:
-        """Copies one layer of what a step saves. `save` copies the remaining layers.
+        """Copies one layer of a step's saves. `save` copies the remaining layers.
 
-        step: tells steps apart
+        step: an object that differs from step to step
         """
         if self._open_step is not step:
             self._open_step, self._open, self._open_bytes = step, {}, 0
@@ -126,7 +126,7 @@ class Saver:
                     found.fill([layer])
 
     def save(self, step: object, saves: Sequence[Save]) -> None:
-        """Copies what a step has computed. Threads write the files later."""
+        """Copies the tokens of a step's saves. Threads write the files later."""
         opened = self._open if self._open_step is step else {}
         self._open_step, self._open, self._open_bytes = None, {}, 0
         for save in saves:
@@ -149,7 +149,7 @@ class Saver:
                     self._saved.add(save.request_id)
 
     def refuse(self, saves: Sequence[Save], reason: str) -> None:
-        """Drops what a step saves. Blocks that wait for it need not wait any more."""
+        """Drops the saves of a step, and reports final saves as done: their blocks may be freed."""
         self._open_step, self._open, self._open_bytes = None, {}, 0
         for save in saves:
             with self._saving(save):
@@ -159,10 +159,10 @@ class Saver:
                     self._saved.add(save.request_id)
 
     def save_now(self, save: Save) -> bool:
-        """Stores tokens of a running request, and all that waits to be written, before it returns.
+        """Stores tokens of a running request before it returns, and all chunks that wait.
 
-        It waits for at most shutdown_seconds. Returns whether all tokens of `save` are stored: not
-        those that have left a sliding window.
+        It waits for these chunks at most shutdown_seconds. Returns True if all tokens of `save` are
+        stored and no chunk waits any more; False if tokens have left a sliding window unsaved.
         """
         begin = time.perf_counter()
         with self._saving(save):
@@ -179,7 +179,7 @@ class Saver:
         return self._writer.threads.wait(self._settings.shutdown_seconds) and self._has(save)
 
     def _has(self, save: Save) -> bool:
-        """Whether all tokens of a save are stored, also by other engines. Asks the disk."""
+        """True if all tokens of a save are stored, by this engine or another. Asks the disk."""
         with self._saving(save):
             store = self._stores[save.scope]
             chain = store.chain_of(save.tokens, save.node)
@@ -200,17 +200,17 @@ class Saver:
         return False
 
     def take_saved(self) -> set[RequestId]:
-        """Requests whose final save has been copied since the last call."""
+        """Returns the requests whose final save was copied, or dropped, since the last call."""
         with self._lock:
             saved, self._saved = self._saved, set()
         return saved
 
     def shutdown(self) -> bool:
-        """Waits until all files are written, or shutdown_seconds. Returns whether all were."""
+        """Waits at most shutdown_seconds until all files are written. Returns True if all are."""
         return self._writer.threads.shutdown(self._settings.shutdown_seconds)
 
     def _reserve(self, save: Save) -> _Copied:
-        """Memory for the chunks of a save that are not stored yet."""
+        """Reserves memory for the chunks of a save that are not stored yet. Copies nothing."""
         store = self._stores[save.scope]
         copied = _Copied(store, set(self._layers), self._parts(store))
         if self._pool is None:
@@ -237,7 +237,7 @@ class Saver:
                         sections = self._sections(save.block_ids, save.stop)
                     held = part.of(sections)
                     if part.states and any(section.state_tokens != stop for section in held):
-                        continue  # they have gone on, or are not known
+                        continue  # the states are after other tokens, or unknown
                     part.chunks = store.chunks(
                         held, start, save.stop, pool=self._pool, states=part.states
                     )
@@ -248,7 +248,7 @@ class Saver:
         return copied
 
     def _parts(self, store: PrefixStore) -> list[_Part]:
-        """This worker's layers, those together that have files together."""
+        """Returns this worker's layers, grouped by the files that they share."""
         layers, states = self._layers, tuple[int, ...]()
         if store.has_states:
             tokens, state_heads = store.kinds.tokens.heads, store.kinds.states.heads
@@ -260,13 +260,13 @@ class Saver:
         found = [_Part(part, self._heads_in(part, self._heads)) for part in parts]
         if states:
             heads = self._heads_in(states, self._state_heads)
-            whole = [state_heads[layer] == 1 for layer in states]  # on every rank
+            whole = [state_heads[layer] == 1 for layer in states]  # every rank has them
             heads = tuple((0, 1) if one else h for h, one in zip(heads, whole, strict=True))
             found.append(_Part(states, heads, states=True))
         return found
 
     def _heads_in(self, layers: Sequence[int], heads: Heads) -> tuple[tuple[int, int], ...]:
-        """Those of some of this worker's layers."""
+        """Returns the heads of some of this worker's layers."""
         each = dict(zip(self._layers, heads_of(heads, len(self._layers)), strict=True))
         return tuple(each[layer] for layer in layers)
 
@@ -281,9 +281,10 @@ class Saver:
         *,
         from_memory: bool = True,
     ) -> bool:
-        """Whether a part of a chunk has to be stored. In a step only memory is asked, not the disk.
+        """True if a part of a chunk has to be stored.
 
-        ids: its tokens, from `start` to `stop`
+        ids:         the chunk's tokens, from `start` to `stop`
+        from_memory: asks memory only, as a step does; False: asks the disk
         """
         return store.missing(
             ids,
@@ -298,7 +299,7 @@ class Saver:
         )
 
     def _is_stored(self, store: PrefixStore, snapshot: Snapshot) -> bool:
-        """Whether a chunk that was copied is stored already. Asks the disk."""
+        """True if a copied chunk is already stored. Asks the disk."""
         header, tokens = snapshot.header, snapshot.tokens
         start, stop, node = header.start, header.start + len(tokens), header.prefix
         held = {layer for part in header.parts for layer in part.layers}
@@ -309,8 +310,8 @@ class Saver:
         )
 
     def _confirm_later(self, store: PrefixStore) -> None:
-        """Has a thread ask the disk for what memory took for stored, so that what others have
-        deleted is saved again the next time.
+        """Has a thread ask the disk for files that memory took for stored, so that chunks that
+        others have deleted are saved again the next time.
         """
         if store.index.has_doubted:
             self._writer.threads.submit(lambda: self._confirm(store))
@@ -321,12 +322,12 @@ class Saver:
             store.confirm()
 
     def _saving(self, save: Save) -> Guard:
-        """Guards a save: an error costs a later hit, nothing else."""
+        """Guards a save. An error costs a later cache hit, nothing else."""
         return self._boundary.guard(
             "did not save", f"request {save.request_id}", count="dropped_saves"
         )
 
 
 def _num_tokens(snapshots: Iterable[Snapshot]) -> int:
-    """Of the chunks that these are of, each counted once."""
+    """Returns the number of tokens in these chunks. Several snapshots of a chunk count once."""
     return sum({s.header.start: len(s.tokens) for s in snapshots}.values())

@@ -1,4 +1,4 @@
-"""The settings that connectors of all engines have."""
+"""The settings that the connectors of all engines share, and the stores that they open."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ _MAX_SCOPES = 1024
 
 
 class StoreSettings(BaseModel):
-    """Where a connector stores, and how much it may use."""
+    """The settings of a connector: where it stores prefixes, and how much it may use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path  # the store's directory; made if it does not exist
-    fingerprint: str | None = None  # in place of a digest of the model's files
+    fingerprint: str | None = None  # replaces the digest of the model's files
     fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
     chunk_tokens: int | None = Field(
         default=None, ge=MIN_CHUNK_TOKENS, le=MOST_CHUNK_TOKENS
-    )  # per file; None: the store's own
-    save_generated: bool = True  # save generated tokens too, not only prompts
-    min_tokens: int = Field(default=8, ge=1)  # load at least this many: computing fewer is faster
+    )  # tokens per file; None: as the store has it
+    save_generated: bool = True  # save prompts and generated tokens, not only prompts
+    min_tokens: int = Field(default=8, ge=1)  # fewer tokens are not loaded: computing is faster
     max_bytes: int | None = Field(
         default=None, gt=0
-    )  # of the directory; then the least recently used files are deleted. None: see `store`
-    group: Group = "none"  # what the group of the directory may do: see kvx_core.Directory
-    accept: Accept = "same"  # "lossy": load what is less precise than this engine's cache too
-    format: str | None = None  # what K and V are stored in, as "q8_0"; None: as the cache has them
-    # Of these files the secret of the first signs what is stored, and what any of them has signed
-    # is loaded: [new, old] while keys change. None: nothing is signed.
+    )  # of the directory; above it the least recently used files are deleted. None: see `store`
+    group: Group = "none"  # the rights of the directory's group: see kvx_core.Directory
+    accept: Accept = "same"  # "lossy": load entries less precise than this engine's cache too
+    format: str | None = None  # the format of stored K and V, as "q8_0"; None: the cache's
+    # Files of secrets. The first secret signs files of the store; a file signed with any of them is
+    # loaded: [new, old] while keys change. None: nothing is signed.
     key_files: tuple[Path, ...] | None = None
-    encryption_key_files: tuple[Path, ...] | None = None  # the same for encryption, AES-256-GCM
-    encryption_key_variable: str | None = None  # one such secret, in an environment variable
+    encryption_key_files: tuple[Path, ...] | None = None  # likewise, to encrypt with AES-256-GCM
+    encryption_key_variable: str | None = None  # an environment variable with one such secret
     writer_threads: int = Field(default=2, ge=1)
     loader_threads: int = Field(default=2, ge=1)
     max_pending_bytes: int = Field(
         default=4 << 30, gt=0
-    )  # copied, not yet written: beyond it saves are dropped
-    lookup_seconds: float = Field(default=1.0, ge=0)  # then a prompt is computed
+    )  # copied and not yet written; above it saves are dropped
+    lookup_seconds: float = Field(default=1.0, ge=0)  # after it a prompt is computed
     fresh_seconds: float = Field(default=0.25, ge=0)  # how long memory answers for the disk
-    shutdown_seconds: float = Field(default=60.0, ge=0)  # then files are left unwritten
+    shutdown_seconds: float = Field(default=60.0, ge=0)  # after it files stay unwritten
 
     @field_validator("max_bytes", "max_pending_bytes", mode="before")
     @classmethod
     def _with_a_unit(cls, size: object, field: ValidationInfo) -> object:
-        """Sizes may be texts, such as "50GB"."""
+        """Converts sizes that are text, such as "50GB"."""
         return None if size is None else num_bytes_of(size, field.field_name or "")
 
     @field_validator("key_files", "encryption_key_files", mode="before")
@@ -87,11 +87,11 @@ class StoreSettings(BaseModel):
         new_chunk_tokens: int = 128,
         windows: Sequence[int] | None = None,
     ) -> PrefixStore:
-        """The store of a model: see PrefixStore.
+        """Opens the store of a model: see PrefixStore.
 
-        Without max_bytes, its limit is the one that the store was made with: that of the engine
-        that made it or, if its settings had none, half of what was free on the disk. A store that
-        an earlier version of KVX made without a limit keeps what it has.
+        Without max_bytes the store keeps the limit that it was made with: the max_bytes of the
+        engine that made it or, if its settings had none, half of the space then free on the disk.
+        A store that an earlier version of KVX made without a limit stays without a limit.
         Raises InvalidArgumentError, StoreError.
         """
         directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
@@ -114,12 +114,12 @@ class StoreSettings(BaseModel):
         )
         store.index.fresh_seconds = self.fresh_seconds
         config = read_config(directory, Secrets.of(key, encryption_key))
-        if self.max_bytes is None and config is not None:  # another engine may have made it
+        if self.max_bytes is None and config is not None:  # another engine may have made the store
             directory.max_bytes = config.max_bytes
         return store
 
     def _keys(self) -> tuple[list[bytes] | None, list[bytes] | None]:
-        """The keys that sign and those that encrypt, of each the one that writes first.
+        """Returns the keys that sign and the keys that encrypt. In each list the first key writes.
 
         Raises InvalidArgumentError.
         """
@@ -134,18 +134,18 @@ class StoreSettings(BaseModel):
         return _read_all(self.key_files, "key_files"), encryption
 
     def check(self, *, writes: bool) -> None:
-        """Checks what can be known of the settings before an engine's model is loaded.
+        """Checks the settings as far as it can before an engine's model is loaded.
 
-        writes: whether the engine saves
-        Reads the keys, and asks for the rights to the directory; makes nothing. Raises
-        InvalidArgumentError for what can never work; what files of the store say is not judged.
+        writes: True if the engine saves
+        Reads the keys and checks access to the directory; makes no file or folder. Does not judge
+        the contents of the store. Raises InvalidArgumentError for settings that can never work.
         """
         Secrets.of(*self._keys())
         directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
         check_access(directory, writes=writes)
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
-        """One line for the log of an engine that has started: where its prefixes go."""
+        """Returns a log line for the start of an engine: where its prefixes go."""
         directory = Directory(self.path.expanduser().absolute())
         path = directory.root
         try:
@@ -160,7 +160,7 @@ class StoreSettings(BaseModel):
         )
 
     def warned(self) -> str:
-        """A warning for the same log if the store has no limit, else ""."""
+        """Returns a warning for the log if the store has no limit, else ""."""
         directory = Directory(self.path.expanduser().absolute())
         with suppress(StoreError):
             if read_config(directory) is not None and self._limit_of(directory) is None:
@@ -171,7 +171,7 @@ class StoreSettings(BaseModel):
         return ""
 
     def _limit_of(self, directory: Directory) -> int | None:
-        """The limit of a store that has been made. Raises StoreError."""
+        """Returns the limit of an existing store; None: it has none. Raises StoreError."""
         if self.max_bytes is not None:
             return self.max_bytes
         config = read_config(directory)
@@ -179,12 +179,12 @@ class StoreSettings(BaseModel):
 
 
 def _read_all(paths: Sequence[Path] | None, field: str) -> list[bytes] | None:
-    """The keys in files. Raises InvalidArgumentError, which calls them `field`."""
+    """Reads the keys in files. Raises InvalidArgumentError, whose message names `field`."""
     return None if paths is None else [read_key(path.expanduser(), field) for path in paths]
 
 
 class Scoped:
-    """The stores of a model by scope: different scopes share nothing."""
+    """The stores of a model by scope. Different scopes share no entries."""
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
@@ -204,7 +204,7 @@ class Scoped:
         return store
 
     def _of_weights(self, name: str) -> PrefixStore:
-        """The store for weights of this name: see connector/epochs.py."""
+        """Returns the store for weights of this name: see connector/epochs.py."""
         if not name:
             return self._store
         kind, _, fingerprint = name.partition(":")

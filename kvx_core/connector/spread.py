@@ -1,4 +1,4 @@
-"""SaveBudget: saves of an engine's steps, so that no step copies much more than it computes."""
+"""SaveBudget: spreads saves over steps, so that no step copies much more than it computes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ class _Waiting:
     """The last tokens of a finished request, whose blocks stay until they are saved."""
 
     save: Save
-    chain: TokenChain  # which has the keys of all its chunks
+    chain: TokenChain  # already has the keys of all chunks of the save
 
 
 @dataclass(slots=True)
 class SaveBudget:
-    """A step saves one chunk, or as many tokens as it computes. What is left waits for later steps.
+    """Lets a step save one chunk, or as many tokens as it computes. Other saves wait.
 
-    So four sequences that complete a chunk in the same decode step cost four steps a copy each, not
-    one step all of them. Saves never fall behind: a sequence completes no more tokens than steps
-    compute. Less than a chunk that a step has not saved is left for the next one, so that a long
-    prompt is saved as it is computed, wherever its steps end.
+    If four sequences complete a chunk in the same decode step, each of four steps copies one chunk.
+    Saves never fall behind, because sequences complete no more tokens than steps compute. A step
+    that saves fewer tokens than it computes leaves the difference, less than a chunk, to the next
+    step. So a long prompt is saved while it is computed, wherever its steps end.
     """
 
     chunk_tokens: int
-    _computed: int = 0  # tokens of the step that is being planned, as far as is known, and before
-    _saved: int = 0  # tokens that its plan saves
+    _computed: int = 0  # tokens of the planned step so far, and tokens left by earlier steps
+    _saved: int = 0  # tokens that the planned step saves
     _waiting: list[_Waiting] = field(default_factory=list)  # oldest first
 
     def computes(self, num_tokens: int) -> None:
-        """The step that is being planned computes these tokens, too."""
+        """Adds to the number of tokens that the planned step computes."""
         self._computed += num_tokens
 
     def saves(self, num_tokens: int) -> None:
-        """It saves these tokens, too."""
+        """Adds to the number of tokens that the planned step saves."""
         self._saved += num_tokens
 
     def cut(self, start: int, stop: int) -> int:
-        """How far a step may save tokens [start, stop): `stop`, or the end of a chunk before it.
+        """Returns how far a step may save tokens [start, stop): to `stop`, or to a chunk's end.
 
         start: the beginning of a chunk
         """
@@ -50,26 +50,26 @@ class SaveBudget:
         return start + max(0, room) // self.chunk_tokens * self.chunk_tokens
 
     def wait(self, save: Save, chain: TokenChain) -> None:
-        """Has the final save of a request wait for its turn. Raises InvalidArgumentError."""
-        chain.node(save.stop // self.chunk_tokens)  # what can fail fails now
+        """Queues the final save of a request for later steps. Raises InvalidArgumentError."""
+        chain.node(save.stop // self.chunk_tokens)  # computes all keys: an error is raised now
         self._waiting.append(_Waiting(save, chain))
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops what waits of a request."""
+        """Drops the waiting saves of a request."""
         self._waiting = [each for each in self._waiting if each.save.request_id != request_id]
 
     def next_step(self) -> list[Save]:
-        """Begins the plan of the next step; what `take` returns for it."""
+        """Begins the plan of the next step; returns the saves that `take` returns for it."""
         left = min(max(0, self._computed - self._saved), self.chunk_tokens - 1)
         self._computed, self._saved = left, 0
         return self.take()
 
     def take(self) -> list[Save]:
-        """The saves of finished requests that the step has room for."""
+        """Removes and returns the waiting saves that the planned step has room for."""
         return self._take(everything=False)
 
     def take_all(self) -> list[Save]:
-        """All that waits, for a step that computes nothing: nobody waits for it."""
+        """Removes and returns all waiting saves, for a step that computes nothing."""
         return self._take(everything=True)
 
     def _take(self, *, everything: bool) -> list[Save]:

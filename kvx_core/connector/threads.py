@@ -1,4 +1,4 @@
-"""Threads for work that runs beside an engine's steps."""
+"""Threads that run jobs beside an engine's steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _logger = logging.getLogger("kvx")
 
 
 class Workers:
-    """Threads that run jobs, the oldest first. At most `exit_seconds` of an exit wait for them.
+    """Threads that run jobs, the oldest first. An exiting process waits at most `exit_seconds`.
 
-    They are daemons: a store that never answers keeps no process from ending. A process that is
-    forked off does not have them: there `submit` raises, and an exit waits for nothing.
+    The threads are daemons, so a store that never answers keeps no process from ending. A forked
+    process has no such threads: there `submit` raises, and the exit does not wait.
     """
 
     def __init__(self, num_threads: int, name: str, *, exit_seconds: float = 60) -> None:
         """Starts the threads. Raises RuntimeError if they cannot be started."""
         self._num_threads, self._process = num_threads, os.getpid()
-        lock = threading.RLock()  # of all below
+        lock = threading.RLock()  # guards the fields below
         self._job_added = threading.Condition(lock)
         self._job_gone = threading.Condition(lock)
         self._jobs: deque[tuple[Hashable, Callable[[], object]]] = deque()
-        self._running: dict[int, float] = {}  # threads that run a job, and since when
+        self._running: dict[int, float] = {}  # thread id: the time its current job began
         self._is_over = False
         try:
             for i in range(num_threads):
@@ -39,7 +39,7 @@ class Workers:
         atexit.register(self._at_exit)
 
     def submit(self, job: Callable[[], object], key: Hashable = None) -> None:
-        """Queues a job, which is not to raise. Raises RuntimeError after `shutdown` or a fork."""
+        """Queues a job, which should not raise. Raises RuntimeError after `shutdown` or a fork."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the threads run in process {self._process} and not in {os.getpid()}, which was "
@@ -52,7 +52,7 @@ class Workers:
             self._job_added.notify()
 
     def cancel(self, key: Hashable) -> int:
-        """Drops the jobs of this key that have not begun; returns how many."""
+        """Drops the jobs of this key that have not begun; returns their number."""
         with self._job_gone:
             kept = deque(job for job in self._jobs if job[0] != key)
             dropped = len(self._jobs) - len(kept)
@@ -62,26 +62,26 @@ class Workers:
         return dropped
 
     def stuck_seconds(self) -> float:
-        """How long all threads have been at their jobs; 0 if one is free."""
+        """Returns for how many seconds all threads have run their jobs; 0 if a thread is free."""
         with self._job_gone:
             begun = list(self._running.values())
         return time.monotonic() - max(begun) if len(begun) == self._num_threads else 0.0
 
     @property
     def has_free_thread(self) -> bool:
-        """Whether a job that is submitted now begins at once."""
+        """True if a job that is submitted now begins at once."""
         return len(self._jobs) + len(self._running) < self._num_threads
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until all jobs have ended; returns whether they have."""
+        """Waits until all jobs have ended, for at most `seconds`; returns True if they have."""
         with self._job_gone:
             return self._job_gone.wait_for(lambda: not self._jobs and not self._running, seconds)
 
     def shutdown(self, seconds: float | None = None, *, drop: bool = False) -> bool:
         """Waits at most `seconds` for all jobs, then drops those that have not begun.
 
-        drop: they are dropped at once
-        Returns whether all jobs have ended.
+        drop: drops jobs that have not begun at once, before it waits
+        Returns True if all jobs that were not dropped at once have ended.
         """
         atexit.unregister(self._at_exit)
         with self._job_gone:

@@ -1,7 +1,7 @@
-"""watch: lets a context run around every call of a method of an engine's class.
+"""watch: wraps a method of an engine's class, so that a context runs around each call.
 
-Engines tell a connector nothing of what their users do to weights. So the methods that write them
-are wrapped, once per process. An error in watching a call is not its caller's affair.
+Engines do not tell a connector when users change weights. So the methods that write weights are
+wrapped, once per process. An error in watching a call never reaches the method's caller.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-# A context around a call, made from its arguments. What it yields, if anything, takes the result.
+# Makes a context for a call from its arguments. If it yields a list, the result is appended to it.
 Judge = Callable[..., AbstractContextManager[list[Any] | None]]
-# Is told of an error in watching: a call may have gone unseen.
+# Takes an error in watching: a call may have gone unseen.
 GiveUp = Callable[[Exception], object]
 
 
 def watch(kind: type, name: str, judge: Judge, give_up: GiveUp) -> None:
-    """Wraps a method of `kind`. Idempotent; without such a method it does nothing."""
+    """Wraps the method `name` of `kind`. Idempotent. Does nothing if there is no such method."""
     own = getattr(kind, name, None)
     if own is None or hasattr(own, "kvx_watches"):
         return
@@ -41,7 +41,7 @@ def watch(kind: type, name: str, judge: Judge, give_up: GiveUp) -> None:
 
 @dataclass(slots=True)
 class _Call:
-    """A call that is watched."""
+    """A watched call that is under way."""
 
     context: AbstractContextManager[list[Any] | None]
     takes: list[Any] | None
@@ -54,7 +54,7 @@ def _begin(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> _Call | None:
-    """Never raises."""
+    """Enters the context of a call; None after an error. Never raises."""
     try:
         context = judge(owner, *arguments, **keywords)
         return _Call(context, context.__enter__())
@@ -66,7 +66,7 @@ def _begin(
 def _end(
     call: _Call | None, give_up: GiveUp, error: BaseException | None, result: Any = None
 ) -> None:
-    """Never raises."""
+    """Leaves the context of a call. Never raises."""
     if call is None:
         return
     try:

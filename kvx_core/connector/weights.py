@@ -1,7 +1,8 @@
-"""Weights: which changes of an engine's weights a process has seen, and what its ranks report.
+"""Weights: counts the changes of an engine's weights, and compares the counts of its ranks.
 
-Keys name the weights by the model's files. An engine may replace its weights while it runs, so
-whatever may write them is counted: nothing that was planned before a change passes for current.
+Keys name the weights by the model's files, but an engine may replace its weights while it runs. So
+each process counts every call that may write weights. A plan from before a change is then known to
+be outdated.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files that all weights were loaded from."""
+    """The files that all weights were loaded from."""
 
     model: str  # a directory, or a model of the hub
     revision: str | None
-    state: str  # tells apart what the files were at different times
+    state: str  # differs if the files have changed
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Weights that no files are known to hold."""
+    """The origin of weights that may be in no files."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsRanksSay:
-    """What a call has done in other processes, which know it better."""
+    """The origin is the one that the ranks report: they, not this process, made the change."""
 
 
 Origin = Files | Unknown | AsRanksSay
@@ -36,13 +37,13 @@ Origin = Files | Unknown | AsRanksSay
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Weights:
-    """The weights of an engine, as far as one of its processes knows. Threads may share it."""
+    """The weights of an engine as one of its processes knows them. Threads may share it."""
 
-    generation: int = 0  # changes that have begun
-    origin: Origin = field(default_factory=AsRanksSay)  # after the last change
-    said: tuple[str, int] | None = None  # a name that the user gave them, in which generation
-    is_lost: bool = False  # a change may have gone unseen: nothing is shared any more
-    num_resets: int = 0  # how often the engine has dropped the blocks that it could use again
+    generation: int = 0  # the number of changes that have begun
+    origin: Origin = field(default_factory=AsRanksSay)  # of the weights after the last change
+    said: tuple[str, int] | None = None  # the user's name, its generation
+    is_lost: bool = False  # a change may have been missed: share nothing
+    num_resets: int = 0  # how often the engine has dropped its reusable blocks
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _depth: int = 0
     _is_held: bool = False
@@ -53,7 +54,7 @@ class Weights:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """A change, from its beginning to its end. `came_from` says what it has loaded."""
+        """Returns a context for a change. `came_from` says where the new weights come from."""
         with self._lock:
             if not self.is_changing:
                 self.generation += 1
@@ -69,7 +70,7 @@ class Weights:
                 self._depth -= 1
 
     def hold(self, is_held: bool) -> None:
-        """Whether a change goes on after its call: an update in several calls."""
+        """True: a change goes on after its call, as an update in several calls. False: it ends."""
         with self._lock:
             self._is_held = is_held
 
@@ -78,16 +79,16 @@ class Weights:
             self.origin = origin
 
     def say(self, version: str) -> None:
-        """The user names the weights of this moment."""
+        """Gives the current weights a name that the user chose."""
         with self._lock:
             self.said = version, self.generation
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank knows of its weights."""
+    """A rank's knowledge of its weights."""
 
-    seen: int  # the scheduler's generation in the last plan that the rank has got
+    seen: int  # the scheduler's generation, from the last plan that the rank got
     generation: int
     is_changing: bool
     origin: Origin
@@ -95,7 +96,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The generations of a plan. A rank whose own differ loads and saves nothing of it."""
+    """The generations that a plan was made for. A rank with others skips its loads and saves."""
 
     scheduler: int = 0
     ranks: int = 0
@@ -106,19 +107,19 @@ START = Stamp()  # no weights have changed
 
 @dataclass(slots=True)
 class Agreement:
-    """The generation of all ranks, in the scheduler's half."""
+    """Finds out if all ranks have the same weights. Runs in the scheduler's half."""
 
     weights: Weights  # of this process
     num_ranks: int
     _reports: dict[int, Report] = field(default_factory=dict)
 
     def take(self, reports: dict[int, Report]) -> None:
-        """Takes the reports of ranks, which replace their earlier ones."""
+        """Takes new reports by rank, which replace the earlier reports of these ranks."""
         self._reports |= reports
 
     @property
     def stamp(self) -> Stamp | None:
-        """None while weights change, or until all ranks have reported the same generation."""
+        """The stamp; None while weights change, or until all ranks report the same generation."""
         own = self.weights.generation
         if self.weights.is_changing:
             return None
@@ -132,7 +133,7 @@ class Agreement:
 
     @property
     def origin(self) -> Origin:
-        """What the weights of all ranks were loaded from."""
+        """The origin of the weights of all ranks; Unknown if their reports differ."""
         if not isinstance(self.weights.origin, AsRanksSay):
             return self.weights.origin
         origins = {report.origin for report in self._reports.values()}

@@ -1,6 +1,6 @@
-"""Writer: writes chunks that a Saver has copied to the store, in threads.
+"""Writer: writes the chunks that a Saver has copied to the store, in threads.
 
-What waits is written together: on a disk, one sync of many files takes hardly longer than of one.
+It writes waiting chunks together: a disk syncs many files in hardly more time than one file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvx_core.snapshot import Snapshot
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.usage import Used
 
-TOGETHER = 128  # chunks that are synced together, at most: so many files are open
+TOGETHER = 128  # the most chunks that are synced together: all their files are open
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class _Waiting:
 
 
 class Writer:
-    """The threads that write. A chunk that cannot be written costs a later hit, nothing else."""
+    """Threads that write chunks. A failed write costs a later cache hit, nothing else."""
 
     def __init__(
         self,
@@ -41,26 +41,26 @@ class Writer:
         counts: Counts,
         is_stored: Callable[[PrefixStore, Snapshot], bool],
     ) -> None:
-        """is_stored: whether another process or request has stored a chunk; asks the disk"""
+        """is_stored: True if another process or request has stored a chunk; asks the disk"""
         self._boundary, self._counts, self._is_stored = boundary, counts, is_stored
         self._converts = settings.format is not None
         self.threads = Workers(
             settings.writer_threads, "kvx-save", exit_seconds=settings.shutdown_seconds
         )
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the fields below
         self._waiting: list[_Waiting] = []  # oldest first
         self._pending_bytes = 0
-        self._used = Used()  # of which evictions are counted
+        self._used = Used()  # at the last count of evictions
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of chunks that are not written yet."""
+        """The bytes of chunks that are not written yet."""
         return self._pending_bytes
 
     def add(self, store: PrefixStore, snapshot: Snapshot) -> None:
         """Has a thread write a chunk. Raises RuntimeError after a shutdown or a fork."""
         one = _Waiting(store, snapshot, snapshot.num_bytes, store.name_of(snapshot))
-        store.index.expect(one.name)  # so that it is not copied again meanwhile
+        store.index.expect(one.name)  # no other save copies the chunk meanwhile
         with self._lock:
             self._pending_bytes += one.num_bytes
             self._waiting.append(one)
@@ -74,14 +74,14 @@ class Writer:
             raise
 
     def commit(self, store: PrefixStore, snapshots: Sequence[Snapshot]) -> list[Exception | None]:
-        """Stores chunks, unless another process or request has. Why each is not stored, or None."""
+        """Stores the chunks that are not yet stored. Returns for each chunk its error, or None."""
         begin = time.perf_counter()
         errors: list[Exception | None] = [None] * len(snapshots)
         missing: list[int] = []
         for i, snapshot in enumerate(snapshots):
             try:
                 if self._is_stored(store, snapshot):
-                    store.index.doubt(store.name_of(snapshot))  # nobody has read it here
+                    store.index.doubt(store.name_of(snapshot))  # this process has not read the file
                 else:
                     missing.append(i)
             except Exception as error:
@@ -109,7 +109,7 @@ class Writer:
         return errors
 
     def _write(self) -> None:
-        """Runs in a thread. Writes the chunks of one store that have waited longest."""
+        """Runs in a thread. Writes the longest waiting chunks, all of one store."""
         with self._lock:
             together = self._waiting[:1]
             for one in self._waiting[1:TOGETHER]:
@@ -117,7 +117,7 @@ class Writer:
                     break
                 together.append(one)
             del self._waiting[: len(together)]
-        if not together:  # an earlier job has written what this one is for
+        if not together:  # an earlier job has written this job's chunk
             return
         store = together[0].store
         errors: Sequence[Exception | None]
@@ -135,7 +135,7 @@ class Writer:
                     store.index.missed(one.name)
 
     def _count_used(self, store: PrefixStore) -> None:
-        """Counts what was deleted to make room since the last call, and what there is now."""
+        """Counts the files deleted to make room since the last call, and the files of the store."""
         with self._lock:
             used, before = store.used, self._used
             self._used = used

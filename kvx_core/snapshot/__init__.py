@@ -1,22 +1,38 @@
-"""Tokens of a sequence at rest: any cache <-> memory <-> a safetensors file.
+"""Snapshots copy tokens of a sequence from a cache to memory or a safetensors file, and back.
 
-section    what an engine holds of a sequence   snapshot  capture, restore, read, save
-capture    copies between caches and snapshots  contents  what a snapshot contains
-precision  of stored values                     text      parses untrusted JSON
-memory     where tensors lie                    scales    scales without blocks
-planes     planes of a section                   dense     tensors in memory, as caches
-storage_format  what K and V are converted to    rows     units that span heads
-pool       memory that snapshots reuse           chunks    captures of chunks of one sequence
-nulls      tokens that are stored nowhere        side_by_side  restores several snapshots
-restore    the copy of a snapshot into a cache   room     memory that snapshots are read into
+section         the layers and blocks of a sequence that one engine holds
+snapshot        captures, restores, reads and saves a snapshot
+capture         lists the tensors of a snapshot, copies between caches and snapshots
+contents        describes the contents of a snapshot
+precision       the numbers that stored values can be
+text            parses untrusted JSON
+memory          allocates memory, assigns offsets to tensors
+scales          scales in the shapes of a snapshot
+planes          planes of a section
+dense           views the tensors of a snapshot as caches
+storage_format  the format that K and V are converted to
+rows            copies K and V in units that span heads
+pool            memory that snapshots reuse
+chunks          captures the chunks of one sequence
+nulls           finds tokens that lie in null blocks
+side_by_side    restores several snapshots with one copy
+restore         copies a snapshot into a cache
+room            memory that snapshots are read into
+threaded        runs work on many bytes in several threads
 
-Files, of stores and of snapshots:
-chunk_file  writes and reads one                kind      how files are laid out
-kind_text  the text of a kind, which is not trusted
-snapshot_file  those that have their kind with them
-file_layout  where everything is in a file      record    what a file has of its own
-pieces     in which files are checked           sealing   their checks, and their encryption
-secrets    keys of a process
+Files of stores and of snapshots:
+chunk_file      writes and reads the file of a chunk
+chunk_reads     reads files of chunks with few system calls
+kind            the layout that files share
+kind_text       writes and parses the text of a kind, which is not trusted
+snapshot_file   writes and reads the file of a snapshot, which contains its kind
+file_layout     the position of every part of a file
+record          the part of a header that differs between files
+pieces          the units in which a file is checked
+coding          lossless encodings of tensors in files
+sealing         checks and encrypts records and pieces
+secrets         the keys of a process
+errors          errors of snapshots and stores
 """
 
 from kvx_core.snapshot.capture import precision_of, token_ids

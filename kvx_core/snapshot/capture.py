@@ -1,4 +1,4 @@
-"""Which tensors a snapshot needs, and the copy between a cache and a snapshot."""
+"""Lists the tensors that a snapshot needs, and copies between a cache and a snapshot."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from kvx_core.types import Axis, DType
 
 
 def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Token ids as an array; those of a torch tensor are read back from its device.
+    """Returns token ids as an array. Copies a torch tensor from its device to the host.
 
-    Raises InvalidArgumentError if they are no integers.
+    Raises InvalidArgumentError if the ids are not integers.
     """
     if is_torch(tokens) and not (tokens.is_floating_point() or tokens.is_complex()):
-        tokens = tokens.cpu().numpy()  # at once: one by one, a device would be waited for each time
+        tokens = tokens.cpu().numpy()  # one copy: reading id by id waits for the device each time
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidArgumentError(
@@ -55,8 +55,8 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]
 
 
 def check_sections(sections: Sequence[Section], format: StorageFormat, carried: Precisions) -> None:
-    """Raises InvalidArgumentError, UnsupportedError if these sections cannot be in one snapshot of
-    this format, or `carried` has no precision of their layers.
+    """Raises InvalidArgumentError, UnsupportedError if one snapshot of this format cannot hold all
+    these sections, or if `carried` lacks the precision of one of their layers.
     """
     if not sections:
         raise InvalidArgumentError("sections is empty, expected at least 1 section")
@@ -76,7 +76,8 @@ def check_sections(sections: Sequence[Section], format: StorageFormat, carried: 
 
 
 def check_span(sections: Sequence[Section], start: int, num_tokens: int) -> None:
-    """Raises InvalidArgumentError if planes of the sections have no entries of just these tokens.
+    """Raises InvalidArgumentError if these tokens begin inside an entry of a plane, or if a state
+    of the sections belongs to a prefix that does not end with these tokens.
 
     start: position in the sequence of the first token
     """
@@ -98,9 +99,11 @@ def check_span(sections: Sequence[Section], start: int, num_tokens: int) -> None
 def parts_of(
     sections: Sequence[Section], format: StorageFormat, carried: Precisions
 ) -> Iterator[Part]:
-    """What the header says of sections: a part of each, or one for each precision of its layers.
+    """Yields the parts of a header: at least one for each section, one for each precision of its
+    layers.
 
-    carried: the coarsest precision that values had before, of all layers or of each of the model
+    carried: the coarsest precision that the values had before the capture: one for all layers, or
+             one for each layer of the model
     """
     for section in sections:
         for one in section.alike():
@@ -109,7 +112,7 @@ def parts_of(
                 if format.rounds(one):
                     facts = replace(facts, lossy=lossy_of(facts).meet(format.precision).name)
                 precision = precision.meet(format.precision)
-            layers: dict[Precision, list[int]] = {}  # by what was carried
+            layers: dict[Precision, list[int]] = {}  # by their precision in `carried`
             for layer in one.layers:
                 layers.setdefault(precision_in(carried, layer), []).append(layer)
             kinds = kinds_of(one.view)
@@ -122,14 +125,14 @@ def parts_of(
 def precision_of(
     sections: Sequence[Section], format: StorageFormat, carried: Precisions
 ) -> Precision:
-    """The coarsest precision in a snapshot of these sections; arguments as of `parts_of`."""
+    """Returns the coarsest precision in a snapshot of these sections. Arguments: see `parts_of`."""
     return coarsest_of(parts_of(sections, format, carried))
 
 
 def to_capture(
     section: Section, num_tokens: int, format: StorageFormat
 ) -> Iterator[tuple[str, Stored]]:
-    """The tensors that a section needs, by name."""
+    """Yields the name and description of each tensor that a snapshot needs for a section."""
     into = format.dtype if format.converts(section) else None
 
     def kv(dtype: DType, num_heads: int, head_dim: int) -> Stored:
@@ -173,15 +176,15 @@ def to_capture(
 def to_capture_all(
     sections: Sequence[Section], num_tokens: int, format: StorageFormat
 ) -> Iterator[tuple[str, Stored]]:
-    """The tensors that a snapshot of sections needs, by name."""
+    """Yields the name and description of each tensor that a snapshot of these sections needs."""
     for section in sections:
         yield from to_capture(section, num_tokens, format)
 
 
 def head_dims(section: Section, layers: Sequence[int]) -> dict[str, int]:
-    """The head_dim of K and V of these layers, by their names in a snapshot; 0 if there is none.
+    """Returns the head_dim of K and V of these layers, by the names of their tensors in a snapshot.
 
-    Of a layer that has planes alone there is neither.
+    The head_dim is 0 for a K or V that the section lacks: a layer may have planes alone.
     """
     wanted = set(layers)
     dims = {f"layers.{layer}.{kind}": 0 for layer in layers for kind in ("k", "v")}
@@ -200,7 +203,10 @@ def unlike_head_dims(
     tensors: Mapping[str, Stored],
     heads: tuple[int, int],
 ) -> Iterator[str]:
-    """Why K and V of these layers in a snapshot of these heads do not fit into the section."""
+    """Yields a reason for each K and V of these layers whose head_dim differs from the section's.
+
+    tensors, heads: of the snapshot
+    """
     for name, head_dim in head_dims(section, layers).items():
         tensor = tensors.get(name)
         stored = 0 if tensor is None else head_dim_of(tensor, heads[1] - heads[0])
@@ -210,7 +216,7 @@ def unlike_head_dims(
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copies one sequence from one view to another. `table` is that of the cache's view."""
+    """Copies one sequence from one view to another. `table` is the block table of the cache."""
 
     lens: SeqLens
     src_starts: SeqLens
@@ -229,7 +235,10 @@ class Copy:
         into_table: bool = True,
         find_scales: bool = False,
     ) -> None:
-        """Copies without comparing facts: the caller has compared them, layer by layer."""
+        """Copies the tokens. Compares no facts: the caller has compared them for each layer.
+
+        into_table: the cache is `dst`; False: it is `src`
+        """
         copy_tokens(
             src.at(
                 block_table=None if into_table else self.table,
@@ -237,7 +246,7 @@ class Copy:
                 head_start=self.src_head,
             ),
             dst.at(
-                # Null blocks of the section that is restored are skipped.
+                # The copy skips null blocks of the section that it restores.
                 block_table=self.table and self.table.with_holes() if into_table else None,
                 starts=self.dst_starts,
                 head_start=self.dst_head,

@@ -1,4 +1,4 @@
-"""Files of chunks: a snapshot is written into one, and read from one that anyone may have written.
+"""Writes snapshots to files of chunks and reads them back. Readers do not trust the files.
 
 Format: docs/store_format.md, "Entries".
 """
@@ -39,16 +39,17 @@ if TYPE_CHECKING:
     from kvx_core.snapshot.secrets import Secrets
 
 MAX_POSITION = 1 << 62
-_MOST_VIEWS = 60  # of those that BlobStore.fetch fills
+_MOST_VIEWS = 60  # that one call of BlobStore.fetch fills
 _of_thread = threading.local()
 _PLAIN = Sealing(b"", None, None)
 
 
 def write_chunk(file: BinaryIO, snapshot: Contents, kind: Kind, secrets: Secrets) -> int:
-    """Writes a snapshot into a new file, which is not synced. Returns its bytes.
+    """Writes a snapshot to a new file. Does not sync the file. Returns the number of bytes.
 
-    snapshot: in memory; its header.prefix is the key of all tokens before
-    Raises InvalidArgumentError if it is not of this kind, StoreError if it cannot be written.
+    snapshot: in memory; its header.prefix is the key of all tokens before it
+    Raises InvalidArgumentError if the snapshot is not of this kind, StoreError if the file cannot
+    be written.
     """
     if (kind.keyed, kind.encrypted) != (secrets.is_keyed, secrets.is_encrypted):
         raise InvalidArgumentError(
@@ -66,11 +67,11 @@ def write_chunk(file: BinaryIO, snapshot: Contents, kind: Kind, secrets: Secrets
 
 
 def file_parts(snapshot: Contents, kind: Kind, secrets: Secrets, parent: bytes) -> list[memoryview]:
-    """The bytes of a file with a snapshot, one part after another.
+    """Returns the bytes of the file of a snapshot, as parts that follow one another.
 
-    parent: of its record
-    Raises InvalidArgumentError if the snapshot has other tensors than files of this kind, or has
-    its data in a file, StoreError if there is not enough memory.
+    parent: the parent in the record
+    Raises InvalidArgumentError if the tensors of the snapshot differ from those of the kind, or if
+    its data is in a file, StoreError if there is not enough memory.
     """
     memory, header = snapshot.memory, snapshot.header
     if memory is None:
@@ -107,7 +108,7 @@ def file_parts(snapshot: Contents, kind: Kind, secrets: Secrets, parent: bytes) 
 
 
 def _encoded(coding: str, views: Sequence[Buffer]) -> Sequence[Buffer]:
-    """The bytes of a piece in a coding, if that makes them fewer."""
+    """Returns the encoded bytes of a piece, or the bytes as they are if encoding saves nothing."""
     whole = memoryview(views[0] if len(views) == 1 else b"".join(views))
     data = np.frombuffer(whole, np.uint8)
     encoded = CODINGS[coding].encode(data)
@@ -116,7 +117,7 @@ def _encoded(coding: str, views: Sequence[Buffer]) -> Sequence[Buffer]:
 
 @dataclass(slots=True)
 class ChunkFile:
-    """A file of a kind that is open; the caller closes it."""
+    """An open file of a kind. The caller closes it."""
 
     file: BinaryIO | OpenFile
     kind: Kind
@@ -133,7 +134,7 @@ class ChunkFile:
 
     @property
     def parent(self) -> str:
-        """The key of all tokens before; in the file of a snapshot, its prefix."""
+        """The key of all tokens before these; the prefix of the snapshot in a snapshot's file."""
         prefix = self.kind.prefix
         return self._record.parent.hex() if prefix is None else prefix
 
@@ -143,16 +144,16 @@ class ChunkFile:
 
     @property
     def start(self) -> int:
-        """Position in the prompt of the first token."""
+        """The position in the prompt of the first token."""
         return self._record.start
 
     def read(
         self, layers: Sequence[int], room: Room | None = None, fingerprint: str | None = None
     ) -> Loaded:
-        """What a snapshot has of some layers, in memory, every byte of them checked.
+        """Reads some layers into memory and checks every byte of them.
 
-        room:        whose memory it takes, of which it `has` Kind.memory_for(...); None: new memory
-        fingerprint: of the model, which the file does not say
+        room:        gives the memory; room.has(Kind.memory_for(...)) must be true; None: new memory
+        fingerprint: of the model; the file does not contain it
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
         room = Room(self.num_tokens) if room is None else room
@@ -166,12 +167,15 @@ class ChunkFile:
             raise
 
     def loaded(self, wanted: Wanted, room: Room, at: int, memory: Bytes) -> Loaded:
-        """What has been read into memory that a room has given at `at`. Raises CorruptError."""
+        """Returns the data that was read into `memory`, which the room gave at byte `at`.
+
+        Raises CorruptError if a scale is invalid.
+        """
         header = Header(self.start, self.parent, wanted.parts)
         return Loaded.of(header, self.tokens, wanted, room, at, memory, self.name)
 
     def check_size(self) -> None:
-        """Raises CorruptError if no file of its kind and number of tokens is as long."""
+        """Raises CorruptError if files of its kind and number of tokens cannot have this size."""
         layout = self.layout
         if not layout.least_bytes <= self.num_bytes <= layout.most_bytes:
             raise CorruptError(
@@ -180,7 +184,7 @@ class ChunkFile:
             )
 
     def _open(self, key: str | None) -> None:
-        """Reads the head."""
+        """Reads and checks the head."""
         head = bytearray(self.layout.head.num_bytes)
         self._read_at([memoryview(head)], 0)
         self.check_head(head, key)
@@ -194,7 +198,10 @@ class ChunkFile:
             raise StoreError(f"{self.name} cannot be read: {error}") from None
 
     def check_head(self, head: bytearray, key: str | None) -> None:
-        """Takes the record from the head; checks both. Raises CorruptError, StoreError."""
+        """Checks the head and its record, and keeps the record. Raises CorruptError, StoreError.
+
+        key: the key that the tokens must have; None: any key
+        """
         layout, kind, name = self.layout, self.kind, self.name
         num_bytes = self.num_bytes - len(head)
         sealed = layout.head.record_of(head, num_bytes)
@@ -227,7 +234,10 @@ class ChunkFile:
         self._record, self._sealing = record, sealing
 
     def read_groups(self, groups: Sequence[Group], view: memoryview) -> None:
-        """Reads pieces into the memory of a snapshot, and checks each."""
+        """Reads pieces into the memory of a snapshot, and checks each piece.
+
+        view: the memory of the snapshot
+        """
         if not groups:
             return
 
@@ -241,9 +251,9 @@ class ChunkFile:
         in_threads(read, groups, sum(group.num_bytes for group in groups))
 
     def check_group(self, group: Group, view: memoryview, other: memoryview) -> None:
-        """Checks pieces that have been read; decrypts and decodes them into `view`.
+        """Checks the pieces of a group after they were read. Decrypts and decodes them into `view`.
 
-        other: as data_of returns it
+        other: the second result of data_of
         """
         layout, sealing, checks, at = self.layout, self._sealing, self._record.checks, 0
         unwanted = other if layout.is_direct else memoryview(bytearray(group.unwanted_bytes))
@@ -262,9 +272,9 @@ class ChunkFile:
                 )
 
     def _open_piece(self, index: int, data: memoryview, targets: list[memoryview]) -> bool:
-        """Decrypts and decodes a piece into `targets`; False: it is not good.
+        """Decrypts and decodes a piece into `targets`. Returns False if the piece is corrupt.
 
-        data: its bytes, and TAG_BYTES behind them, which have other bytes meanwhile
+        data: the bytes of the piece and TAG_BYTES behind them, which are overwritten and put back
         """
         sealing, check = self._sealing, self._record.checks[index]
         sealed, data = data, data[:-TAG_BYTES]
@@ -291,12 +301,12 @@ class ChunkFile:
         return True
 
     def _offset(self, index: int) -> int:
-        """Where a piece begins in the file."""
+        """Returns the offset of a piece in the file."""
         return self.layout.head.num_bytes + sum(self._record.sizes[:index])
 
 
 def _buffer() -> memoryview:
-    """Memory of this thread, for bytes that are not in memory as they are in the file."""
+    """Returns this thread's buffer for encrypted or encoded bytes of a file."""
     found: memoryview | None = getattr(_of_thread, "buffer", None)
     if found is None:
         found = _of_thread.buffer = memoryview(bytearray(MOST_BYTES + TAG_BYTES))
@@ -306,10 +316,11 @@ def _buffer() -> memoryview:
 def data_of(
     layout: FileLayout, group: Group, view: memoryview, size: int
 ) -> tuple[list[memoryview], memoryview]:
-    """Where the bytes of a group are read to, and for check_group what is not in `view`: memory of
-    this thread for bytes that are not in memory as they are in the file, or of what nobody wants.
+    """Returns the memory that the bytes of a group are read into, and `other` for check_group.
 
-    size: of its pieces in the file
+    `other` is the memory outside of `view`: this thread's buffer for encrypted or encoded bytes, or
+    memory for tensors that nobody wants.
+    size: bytes of the group's pieces in the file
     """
     if layout.is_direct:
         unwanted = memoryview(bytearray(group.unwanted_bytes))
@@ -323,21 +334,21 @@ def _views(ranges: Sequence[Range], wanted: memoryview, other: memoryview) -> li
 
 
 class Wanted(NamedTuple):
-    """What is read of files of one kind and number of tokens: the same for all of them."""
+    """The plan to read some layers of any file of one kind and number of tokens."""
 
     kind: Kind
     layout: FileLayout
     selection: Selection
-    parts: tuple[Part, ...]  # of their snapshots
+    parts: tuple[Part, ...]  # of the snapshots in the files
     with_head: bool  # the first group is read with the head
 
     @classmethod
     def of(
         cls, kind: Kind, num_tokens: int, layers: Sequence[int], room: Room, fingerprint: str | None
     ) -> Self:
-        """layers: of the kind; room: that they go to; fingerprint: see ChunkFile.read
+        """layers: of the kind; room: gives the memory; fingerprint: see ChunkFile.read
 
-        Raises StoreError if files of so many tokens are too long.
+        Raises StoreError if files with this number of tokens are too long.
         """
         layout = kind.layout(num_tokens)
         selection = layout.selection(layers, room.num_tokens)
@@ -352,7 +363,7 @@ class Wanted(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What has been read of a file into memory of a room: the fields of a Snapshot."""
+    """The data that was read from a file into memory of a room: the fields of a Snapshot."""
 
     header: Header
     tokens: npt.NDArray[np.int64]
@@ -373,7 +384,7 @@ class Loaded(NamedTuple):
         memory: Bytes,
         name: str,
     ) -> Self:
-        """Raises CorruptError if a scale is none."""
+        """Checks the scales. Raises CorruptError if a scale is invalid."""
         place = wanted.selection.place
         if wanted.selection.scales:
             dense = Dense(place.tensors, memory)
@@ -392,14 +403,14 @@ def open_chunk(
     key: str | None = None,
     num_tokens: int | None = None,
 ) -> ChunkFile:
-    """A file whose head has been read and checked.
+    """Reads and checks the head of a file. Returns the file.
 
-    file:       open for reading, unbuffered, as long as data is read
+    file:       unbuffered; must stay open for reading as long as data is read
     name:       for messages
-    key:        that its tokens must have; None: any
-    num_tokens: that it must have; None: what it says
-    Raises CorruptError if it is no good file of this kind, OtherKeyError if it has a key that is
-    not among the secrets, StoreError if it cannot be read.
+    key:        the key that the tokens must have; None: any key
+    num_tokens: the number of tokens that the file must have; None: the number that its head says
+    Raises CorruptError if it is not a valid file of this kind, OtherKeyError if it was signed or
+    encrypted with a key that is not among the secrets, StoreError if it cannot be read.
     """
     chunk = _sized(file, kind, secrets, name, num_tokens)
     chunk._open(key)
@@ -409,7 +420,7 @@ def open_chunk(
 def _sized(
     file: BinaryIO, kind: Kind, secrets: Secrets, name: str, num_tokens: int | None
 ) -> ChunkFile:
-    """A file that is as long as it should be."""
+    """Checks the size of a file. Returns the file."""
     size = regular_size(file, name)
     if num_tokens is None:
         num_tokens = said_tokens(file, name)
@@ -421,7 +432,7 @@ def _sized(
 
 
 def regular_size(file: BinaryIO | OpenFile, name: str) -> int:
-    """The bytes of a regular file. Raises StoreError."""
+    """Returns the size in bytes of a regular file. Raises StoreError for any other file."""
     try:
         status = os.fstat(file.fileno())
     except (OSError, ValueError) as error:
@@ -432,7 +443,10 @@ def regular_size(file: BinaryIO | OpenFile, name: str) -> int:
 
 
 def said_tokens(file: BinaryIO, name: str) -> int:
-    """How many tokens a file says that it has. Nothing else is checked. Raises CorruptError."""
+    """Returns the number of tokens that the head of a file says. Checks nothing else.
+
+    Raises CorruptError; StoreError if the file cannot be read.
+    """
     try:
         form = form_of(os.pread(file.fileno(), BEGIN_BYTES, 0))
     except (OSError, ValueError) as error:
@@ -445,7 +459,7 @@ def said_tokens(file: BinaryIO, name: str) -> int:
 def opened_record(
     sealed: bytes, text: RecordText, secrets: Secrets, name: str
 ) -> tuple[bytes, Sealing]:
-    """All bytes of a record before its check, which is right, and the keys of the file.
+    """Decrypts and checks a record. Returns its bytes before the check, and the file's Sealing.
 
     sealed: the record as it is in the file
     Raises CorruptError, UnsignedError, OtherKeyError, StoreError.

@@ -1,4 +1,4 @@
-"""Reads files of chunks with as few calls of the system as can be.
+"""Reads files of chunks with as few system calls as possible.
 
 Format: docs/store_format.md, "Entries".
 """
@@ -26,29 +26,30 @@ from kvx_core.snapshot.snapshot import Snapshot
 if TYPE_CHECKING:
     from kvx_core.snapshot.secrets import Secrets
 
-# BlobStore.fetch
+# The type of BlobStore.fetch.
 Fetch = Callable[[str, tuple[memoryview, ...], int, int], OpenFile | None]
 
 
 class ToRead(NamedTuple):
-    """A file that is read."""
+    """A file to read."""
 
     name: str
-    key: str  # that its tokens must have
+    key: str  # the key that the tokens must have
     wanted: Wanted
-    start: int  # that it must have: the position of its first token
-    place: int  # where its data begin in the memory that is read into
+    start: int  # the position that the first token must have
+    place: int  # offset of the file's data in the memory that is read into
 
 
 def read_chunks(
     folder: int, files: Sequence[ToRead], room: Room, at: int, memory: Bytes
 ) -> list[Snapshot | None]:
-    """The snapshots in files that C reads and checks without the GIL; None: `read_chunk` reads the
-    file, or says why not.
+    """Reads and checks files in C, without the GIL. Returns a snapshot for each file.
 
-    folder: a handle of the directory that names are relative to, without symbolic links
+    Returns None in place of a file that C does not read, or that fails a check: `read_chunk` then
+    reads it, or raises the reason.
+    folder: handle of a directory; the names of files are relative to it, without symbolic links
     files:  at most MOST_FILES
-    room:   that they were made for, which has given the memory at `at`
+    room:   the room that `files` were made for; it gave `memory` at byte `at`
     """
     read, snapshots = file_calls.read_chunks(), list[Snapshot | None]([None] * len(files))
     quick = [(i, file) for i, file in enumerate(files) if file.wanted.selection.plan is not None]
@@ -82,12 +83,12 @@ def read_chunk(
     room: Room,
     taken: tuple[int, Bytes],
 ) -> Snapshot | None:
-    """The snapshot in a file, in memory of a room, every byte of it checked; None: there is no
-    such file. Takes as few calls of the system as can be.
+    """Reads the snapshot in a file into memory of a room, and checks every byte of it.
 
-    room:  that `wanted` was made for; threads may read into memory of one room
-    taken: what Room.take has returned for wanted.selection.place.num_bytes
-    Errors are those of open_chunk and of ChunkFile.read.
+    Makes as few system calls as possible. Returns None if the file does not exist.
+    room:  the room that `wanted` was made for; several threads may read into memory of one room
+    taken: the result of Room.take for wanted.selection.place.num_bytes
+    Raises the errors of open_chunk and of ChunkFile.read.
     """
     kind, layout, selection, _, with_head = wanted
     at, memory = taken
@@ -116,7 +117,7 @@ def read_chunk(
 def is_chunk(
     fetch: Fetch, kind: Kind, secrets: Secrets, *, name: str, key: str | None, num_tokens: int
 ) -> bool:
-    """Whether there is a file; its head has been read and checked then. Raises as open_chunk."""
+    """True if the file exists. Reads and checks its head. Raises the errors of open_chunk."""
     layout = kind.layout(num_tokens)
     head = bytearray(layout.head.num_bytes)
     file = fetch(name, (memoryview(head),), layout.least_bytes, layout.most_bytes)

@@ -1,4 +1,4 @@
-"""Chunks: what the captures of the chunks of one sequence share, found once for all of them."""
+"""Chunks holds what the captures of the chunks of one sequence share, computed once for all."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvx_core.types import DType
 
 
 class Reserved(NamedTuple):
-    """Where a snapshot goes."""
+    """The memory of a snapshot, and the description of the tensors in it."""
 
     parts: tuple[Part, ...]
     tensors: dict[str, Stored]
     memory: Bytes
-    lease: Lease | None  # of memory of a pool
+    lease: Lease | None  # of `memory`, if it belongs to a pool
 
 
 class Chunks:
-    """A run of tokens of one sequence, of which snapshots are captured, each of a part of it.
+    """A run of tokens of one sequence. Each snapshot captures a part of the run.
 
-    Sections are checked, and null blocks looked for, once for the whole run. The block tables of
+    Checks the sections and searches for null blocks once for the whole run. The block tables of
     the sections must not change as long as snapshots are reserved.
     """
 
@@ -45,9 +45,9 @@ class Chunks:
         pool: MemoryPool | None = None,
         kind: object = None,
     ) -> None:
-        """start, stop: positions in the sequence: the run that all snapshots lie in
+        """start, stop: the run, as positions in the sequence; all snapshots lie in it
         precision, format, pool: see Snapshot.reserve
-        kind:        of the files of a store that the snapshots go to
+        kind:        the kind of the store's files that the snapshots are written to
 
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -69,10 +69,10 @@ class Chunks:
         self._nulls = [null for null in nulls if null.may_be_any]
 
     def reserve(self, start: int, num_tokens: int) -> Reserved | None:
-        """Memory for a snapshot of tokens of the run, from `start` on; None if a block is null.
+        """Returns memory for a snapshot of num_tokens tokens of the run, from `start` on.
 
-        Raises InvalidArgumentError if the caches cannot give these tokens, OutOfRangeError,
-        StoreError if there is not enough memory.
+        Returns None if one of their blocks is null. Raises InvalidArgumentError if the caches
+        cannot give these tokens, OutOfRangeError, StoreError if there is not enough memory.
         """
         if self._has_planes:
             check_span(self.sections, start, num_tokens)

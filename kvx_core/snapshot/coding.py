@@ -1,7 +1,7 @@
-"""Codings: tensors in fewer bytes in a file, and not one bit changed.
+"""Codings store tensors in fewer bytes of a file, without a loss.
 
-A tensor is encoded when its snapshot is saved and decoded when it is read; in memory it is as it
-always is. What a file holds may come from anyone.
+A tensor is encoded when its snapshot is saved, and decoded when it is read. In memory it is never
+encoded. Decoders do not trust the bytes of a file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Coding(NamedTuple):
-    """A way to write numbers of one dtype in a number of bytes that depends on the numbers."""
+    """An encoding of numbers of one dtype. The number of encoded bytes depends on the numbers."""
 
     dtype: DType
     encode: Callable[[Bytes], Bytes]
-    decode: Callable[[Bytes, Bytes], bool]  # into the first; False: these are no such bytes
-    most: int  # bytes that a byte of the file can stand for
+    decode: Callable[[Bytes, Bytes], bool]  # decodes the second into the first; False: invalid
+    most: int  # decoded bytes per encoded byte, at most
 
 
 def _encode_bf16(data: Bytes) -> Bytes:
@@ -48,5 +48,5 @@ def _decode_bf16(data: Bytes, encoded: Bytes) -> bool:
     return True
 
 
-# By the names of formats. Sign and mantissa of a number are stored as they are, in a byte.
+# By the names of formats. lossless_bf16 stores sign and mantissa of a number unchanged, in a byte.
 CODINGS = {"lossless_bf16": Coding(DType.BF16, _encode_bf16, _decode_bf16, most=2)}

@@ -1,10 +1,10 @@
-"""Contents: the description of what a snapshot holds, and the check that its parts agree.
+"""Describes the contents of a snapshot, and checks that its parts and tensors agree.
 
 K and V of layer 3 are layers.3.k and layers.3.v, (tokens, heads, head_dim), or (tokens, 1, heads *
-head_dim) where the units of a format span heads, their scales layers.3.k_scale and
-layers.3.v_scale; those of NVFP4 are (tokens, heads, groups). A plane of it is planes.3.<role>,
-(entries, heads, dim), and its scale planes.3.<role>.scale. Where a unit of a format has several
-numbers, the last axis counts units.
+head_dim) where the units of a format span heads. Their scales are layers.3.k_scale and
+layers.3.v_scale; scales of NVFP4 are (tokens, heads, groups). A plane of layer 3 is
+planes.3.<role>, (entries, heads, dim), and its scale is planes.3.<role>.scale. Where a unit of a
+format has several numbers, the last axis counts units.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from kvx_core.types import DType, Role
 SCALE_KINDS = ("k_scale", "v_scale")
 SCALED = tuple(dtype for dtype in DType if dtype.format.scaled)
 IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1 and not dtype.format.affine)
-FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *SCALED, DType.U8)  # those that safetensors has
-KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # what K, V and planes of a cache may be
-STORED_UNITS = (*IN_UNITS, DType.F4_E2M1)  # bytes in a file: the last is what NVFP4 is stored in
-GROUP = 16  # numbers of NVFP4 that have a scale, F8_E4M3
-_MAX_INDEX = 1 << 24  # of layers and heads
+FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *SCALED, DType.U8)  # dtypes of safetensors
+KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # dtypes that K, V and planes of a cache may have
+STORED_UNITS = (*IN_UNITS, DType.F4_E2M1)  # bytes in a file; NVFP4 uses F4_E2M1
+GROUP = 16  # numbers of NVFP4 that share one scale, an F8_E4M3
+_MAX_INDEX = 1 << 24  # of a layer or head
 _MAX_ROLE = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlaneKind:
-    """A plane of a layer of the model, wherever and in whatever order of axes it lies."""
+    """A plane of a layer of the model, without its place in memory and the order of its axes."""
 
     layer: int
     role: int  # a Role, or a number of the caller's own
@@ -45,12 +45,12 @@ class PlaneKind:
 
     @classmethod
     def of(cls, plane: Plane) -> PlaneKind:
-        """The kind of a plane."""
+        """Returns the kind of a plane."""
         return cls(plane.layer, plane.role, plane.tokens_per_entry, plane.replicated)
 
     @property
     def name(self) -> str:
-        """Of its tensor: planes.3.index_k, planes.3.role_40."""
+        """The name of its tensor, such as planes.3.index_k or planes.3.role_40."""
         return f"planes.{self.layer}.{role_name(self.role).lower().replace(' ', '_')}"
 
     @property
@@ -58,7 +58,7 @@ class PlaneKind:
         return f"{role_name(self.role)} of layer {self.layer}"
 
     def num_entries(self, num_tokens: int) -> int:
-        """Entries of so many tokens: complete ones, or that of the sequence."""
+        """Returns the number of complete entries of num_tokens tokens; 1 for a state."""
         return num_tokens // self.tokens_per_entry if self.tokens_per_entry else 1
 
 
@@ -67,19 +67,19 @@ class Part:
     """Layers of a snapshot that share heads, facts, encoding and precision."""
 
     layers: tuple[int, ...]
-    heads: tuple[int, int]  # of the model, in these layers: first, and one past the last
+    heads: tuple[int, int]  # heads of the model in these layers: first, and one past the last
     facts: CacheFacts
     encoding: str
     precision: str  # Precision.name
-    planes: tuple[PlaneKind, ...] = ()  # beside K and V, of these layers
+    planes: tuple[PlaneKind, ...] = ()  # planes of these layers beside K and V
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot contains, without its tokens and tensors."""
+    """The description of a snapshot, without its tokens and tensors."""
 
     start: int  # position in the sequence of the first token
-    prefix: str  # opaque key of the tokens before it
+    prefix: str  # opaque key of the tokens before the snapshot
     parts: tuple[Part, ...]
 
     @property
@@ -88,30 +88,30 @@ class Header:
 
     @property
     def heads(self) -> dict[int, tuple[int, int]]:
-        """Of each layer: first, and one past the last."""
+        """The heads of each layer: first, and one past the last."""
         return {layer: part.heads for part in self.parts for layer in part.layers}
 
     @property
     def precision(self) -> Precision:
-        """The coarsest of all parts."""
+        """The coarsest precision of all parts."""
         return coarsest_of(self.parts)
 
 
 def coarsest_of(parts: Iterable[Part]) -> Precision:
-    """The precision that values of all these parts have in common."""
+    """Returns the coarsest precision of these parts."""
     each = (Precision.parse(part.precision) for part in parts)
     return reduce(Precision.meet, each, Precision())
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor: dtype, shape, and where its bytes begin in the file or in memory."""
+    """One tensor: its dtype, its shape, and the offset of its bytes in the file or in memory."""
 
     dtype: DType
     shape: tuple[int, ...]
     offset: int = 0
-    original: DType | None = None  # of the cache, if the numbers were converted when captured
-    coding: str = ""  # of its bytes in a file: see coding.py
+    original: DType | None = None  # dtype in the cache, if the capture converted the numbers
+    coding: str = ""  # of the tensor's bytes in a file: see coding.py
 
     @property
     def num_bytes(self) -> int:
@@ -123,17 +123,17 @@ class Stored:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of these numbers in the cache that they were captured from."""
+        """The bytes of these numbers in the cache that they were captured from."""
         dtype = self.original or self.dtype
         return prod(self.shape) * self.dtype.numbers // dtype.numbers * dtype.itemsize
 
 
 class Contents(Protocol):
-    """What a file is written from: a Snapshot."""
+    """The protocol of an object that is written to a file: a Snapshot."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
 
     @property
     def header(self) -> Header: ...
@@ -146,7 +146,7 @@ class Contents(Protocol):
 
 
 def cache_bytes_of(tensors: Mapping[str, Stored]) -> int:
-    """Bytes of tensors in the cache, which did not have the scales of those that are converted."""
+    """Returns the bytes of tensors in the cache, without scales that the conversion added."""
     found = {scale_name(name) for name, stored in tensors.items() if stored.original is not None}
     return sum(stored.cache_bytes for name, stored in tensors.items() if name not in found)
 
@@ -157,24 +157,24 @@ NOTHING = Stored(DType.U8, ())
 def shape_of_kv(
     dtype: DType, num_tokens: int, num_heads: int, head_dim: int
 ) -> tuple[int, int, int]:
-    """The shape of K or V in a format. Where units span heads, a token is a row without heads."""
+    """Returns the shape of K or V in a dtype. If units span heads, a token is one row, one head."""
     if head_dim % dtype.numbers:
         return num_tokens, 1, num_heads * head_dim // dtype.numbers
     return num_tokens, num_heads, head_dim // dtype.numbers
 
 
 def layer_of(name: str) -> int:
-    """The layer of a tensor."""
+    """Returns the layer of a tensor."""
     return int(name.split(".")[1])
 
 
 def is_row(stored: Stored, num_heads: int) -> bool:
-    """Whether the units of K or V span heads."""
+    """True if the units of a K or V span heads."""
     return stored.dtype in IN_UNITS and stored.shape[1:2] == (1,) and num_heads > 1
 
 
 def head_dim_of(stored: Stored, num_heads: int) -> int:
-    """Numbers of a head of K or V."""
+    """Returns how many numbers a head of K or V has."""
     numbers = stored.shape[2] * stored.dtype.numbers
     return numbers // num_heads if is_row(stored, num_heads) else numbers
 
@@ -182,7 +182,7 @@ def head_dim_of(stored: Stored, num_heads: int) -> int:
 def inconsistency(
     parts: Sequence[Part], tensors: Mapping[str, Stored], num_tokens: int
 ) -> str | None:
-    """Why these cannot be the parts and the tensors of so many tokens, or None."""
+    """Returns why a snapshot of num_tokens tokens cannot have these parts and tensors, or None."""
     layers = [layer for part in parts for layer in part.layers]
     if (
         not layers
@@ -221,35 +221,35 @@ def inconsistency(
                     if reason:
                         return reason
                 elif kind == "k":
-                    break  # nor is there a V
+                    break  # a layer without K has no V
     others = sorted(set(tensors) - known)
     return f"{others[0]} belongs to none of its layers {layers}" if others else None
 
 
 def scale_name(name: str) -> str:
-    """The name of the scale of a tensor."""
+    """Returns the name of the scale of a tensor."""
     return f"{name}_scale" if name.startswith("layers.") else f"{name}.scale"
 
 
 def group_scale(stored: Stored) -> Stored:
-    """The scales of K or V in NVFP4."""
+    """Returns the tensor of the scales of a K or V in NVFP4."""
     groups = stored.shape[2] * stored.dtype.numbers // GROUP
     return Stored(DType.F8_E4M3, (*stored.shape[:2], groups))
 
 
 def is_scale(name: str) -> bool:
-    """Whether it is the name of a scale."""
+    """True if this is the name of a scale."""
     return name.endswith("_scale" if name.startswith("layers.") else ".scale")
 
 
 def planes_of(header: Header, layers: Iterable[int]) -> list[PlaneKind]:
-    """The planes of these layers beside K and V."""
+    """Returns the planes of these layers beside K and V."""
     wanted = set(layers)
     return [kind for part in header.parts for kind in part.planes if kind.layer in wanted]
 
 
 def names_of(header: Header, tensors: Mapping[str, Stored], layers: Sequence[int]) -> list[str]:
-    """The names of the tensors of these layers."""
+    """Returns the names of the tensors of these layers."""
     names = [f"layers.{layer}.{kind}" for layer in layers for kind in ("k", "v", *SCALE_KINDS)]
     for kind in planes_of(header, layers):
         names += [kind.name, scale_name(kind.name)]
@@ -257,14 +257,14 @@ def names_of(header: Header, tensors: Mapping[str, Stored], layers: Sequence[int
 
 
 def _names(kind: PlaneKind, num_tokens: int) -> tuple[str, ...]:
-    """The tensors of a plane; none if there is not a complete entry."""
+    """Returns the names of the tensors of a plane; none if the plane has no complete entry."""
     return (kind.name, scale_name(kind.name)) if kind.num_entries(num_tokens) else ()
 
 
 def _wrong_planes(
     part: Part, counts: tuple[int, int], tensors: Mapping[str, Stored]
 ) -> Iterator[str]:
-    """What is wrong with the planes of a part."""
+    """Yields what is wrong with the planes of a part."""
     layers = set(part.layers)
     if len({(kind.layer, kind.role) for kind in part.planes}) != len(part.planes):
         yield "its planes have a role of a layer twice"
@@ -283,7 +283,7 @@ def _wrong_planes(
 
 
 def _wrong_precision(name: str, stored: Stored, precision: str) -> str | None:
-    """Why numbers of this format cannot be so precise, or None."""
+    """Returns why numbers in this dtype cannot have this precision, or None."""
     if stored.dtype not in STORED_UNITS:
         return None
     most = NVFP4 if stored.dtype.format.grouped else Precision.of(stored.dtype)
@@ -296,9 +296,9 @@ def _wrong_precision(name: str, stored: Stored, precision: str) -> str | None:
 def _wrong_tensor(
     name: str, tensors: Mapping[str, Stored], counts: tuple[int, ...], encoding: str
 ) -> Iterator[str]:
-    """What is wrong with K, V or a plane of a layer, or with its scale.
+    """Yields what is wrong with a K, V or plane, or with its scale.
 
-    counts: of entries and heads
+    counts: the number of entries and the number of heads
     """
     stored, scale = tensors.get(name, NOTHING), tensors.get(scale_name(name))
     is_plane = name.startswith("planes.")

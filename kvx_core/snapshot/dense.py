@@ -1,4 +1,4 @@
-"""Dense: the tensors of a snapshot in memory, as caches of one block that copies take."""
+"""Dense views the tensors of a snapshot in memory as caches of one block, for copies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ _NUMPY = {1: "u1", 2: "f2", 4: "f4", 8: "i8"}  # by size
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The tensors of a snapshot, and the memory that they lie in.
+    """The tensors of a snapshot, and the memory that holds them.
 
-    views: what `view` has returned, for snapshots that come to lie in the same memory; None: those
-           of this snapshot are not kept
+    views: keeps the results of `view` for later snapshots in the same memory; None: keeps nothing
     """
 
     tensors: dict[str, Stored]
@@ -43,7 +42,7 @@ class Dense:
     views: Views | None = None
 
     def reachable_from(self, device: Any) -> Dense:
-        """The same in memory that a torch device can reach: itself, or a pinned copy.
+        """Returns these tensors in memory that a torch device can reach: self, or a pinned copy.
 
         device: None: the host
         Raises StoreError if there is not enough memory.
@@ -57,12 +56,12 @@ class Dense:
         return Dense(self.tensors, pinned)
 
     def bytes_of(self, name: str) -> Bytes:
-        """The bytes of a tensor."""
+        """Returns the bytes of a tensor."""
         tensor = self.tensors[name]
         return self.memory[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A tensor. numpy has no BF16 and FP8: these have another dtype of their size.
+        """Returns a tensor. numpy lacks BF16 and FP8: such a tensor has another dtype of its size.
 
         Units of several numbers are bytes, along the last axis.
         """
@@ -74,7 +73,7 @@ class Dense:
         return self.bytes_of(name).view(_NUMPY[tensor.dtype.itemsize]).reshape(tensor.shape)
 
     def view(self, layers: Sequence[int], *, scales: bool = True) -> CacheView:
-        """K and V of layers."""
+        """Returns K and V of layers as a cache of one block."""
         if self.views is None:
             return self._view(layers, scales)
         types = tuple((name, t.dtype, t.shape, t.offset) for name, t in self.tensors.items())
@@ -104,10 +103,10 @@ class Dense:
         )
 
     def blocks(self, layers: Sequence[int], num_blocks: int, block_bytes: int) -> CacheView:
-        """K and V of layers in as many snapshots that lie side by side, as those of a paged cache.
+        """Returns K and V of num_blocks snapshots that lie side by side, as a paged cache.
 
-        The tensors are those of the first snapshot; each other one begins block_bytes after the one
-        before it, a multiple of each element's bytes.
+        A block is a snapshot. `tensors` describes the first snapshot. Each snapshot begins
+        block_bytes after the one before it; block_bytes is a multiple of each element's bytes.
         """
 
         def paged(block: TensorDesc) -> TensorDesc:
@@ -122,7 +121,10 @@ class Dense:
         return CacheView(layers=tuple(map(cache, layers_of_one)), facts=CacheFacts())
 
     def planes(self, planes: Sequence[Plane], *, scales: bool = True) -> CacheView:
-        """What there is of these planes of a cache; K and V in NVFP4 with scales in any case."""
+        """Returns the stored tensors of these planes as a dense cache.
+
+        scales: False: without scales, except those of K and V in NVFP4
+        """
 
         def scale(name: str) -> ScaleDesc | None:
             grouped = self.tensors[name].dtype.format.grouped
@@ -131,7 +133,7 @@ class Dense:
         return dense_view(planes, self.tensors, self._address, self.memory, scale)
 
     def has_vector_scales(self, layers: Sequence[int], view: CacheView) -> bool:
-        """Whether `view` can take vectors and scales of these layers byte for byte."""
+        """True if vectors and scales of these layers can be copied to `view` byte for byte."""
         return all(
             self.tensors[f"layers.{layer}.{kind}"].dtype is tensor.dtype
             and len(self.tensors.get(f"layers.{layer}.{kind}_scale", NOTHING).shape) == 2

@@ -1,6 +1,6 @@
-"""FileLayout: where everything is in a file of one kind and number of tokens.
+"""FileLayout says where every part of a file lies.
 
-It follows from these two alone: what files of a prompt share is found once for all of them.
+The layout depends on the kind and the number of tokens alone: files of a prompt share it.
 Format: docs/store_format.md, "Entries".
 """
 
@@ -20,42 +20,42 @@ from kvx_core.snapshot.room import Placed, placed
 
 MOST_FILES = 64  # that C reads with one call
 _MOST_RUNS = 62
-_MAX_KEPT = 16  # selections, and captured tensors, that a layout remembers
+_MAX_KEPT = 16  # selections that a layout remembers, and sources
 
 
 class Selection(NamedTuple):
-    """What some layers need of a file."""
+    """The tensors that some layers need from a file, and the pieces to read for them."""
 
-    place: Placed  # of their tensors in memory
+    place: Placed  # places of the tensors in memory
     groups: tuple[Group, ...]
-    scales: tuple[str, ...]  # names of those among the tensors
-    plan: bytes | None  # for C, which reads it from most files; None: C does not
+    scales: tuple[str, ...]  # names of the tensors that are scales
+    plan: bytes | None  # tells C what to read; None: C cannot read these files
 
 
 class Source(NamedTuple):
-    """Where the bytes of a file lie in the memory of a captured snapshot."""
+    """The places of a file's bytes in the memory of a captured snapshot."""
 
     ranges: tuple[tuple[Range, ...], ...]  # of each piece
-    runs: tuple[Range, ...]  # of all of them, those that follow one another together
+    runs: tuple[Range, ...]  # of all pieces; adjacent ranges are joined
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLayout:
-    """Files of one kind and number of tokens."""
+    """The layout of files of one kind and number of tokens."""
 
-    header: Header  # of any of them
+    header: Header  # with the parts of all these files
     num_tokens: int
-    tensors: dict[str, Stored]  # in the order of the file; offsets are those of bytes in memory
+    tensors: dict[str, Stored]  # in the order of the file; offsets count bytes in memory
     pieces: tuple[Piece, ...]
     head: Head
-    num_bytes: int  # of the data; at most, if it is coded
+    num_bytes: int  # of the data; the most that it can have, if it is coded
     is_coded: bool
-    is_direct: bool  # bytes are in the file as they are in memory
+    is_direct: bool  # True if the file has the same bytes as the memory
     sizes: tuple[int, ...]  # of the pieces in memory
-    entry_tokens: frozenset[int]  # files begin at multiples of them
+    entry_tokens: frozenset[int]  # files begin at multiples of each of these numbers
     least_bytes: int  # of a file
-    most_bytes: int
-    _kind: bytes  # digest of their kind
+    most_bytes: int  # of a file
+    _kind: bytes  # digest of the files' kind
     _selections: dict[tuple[tuple[int, ...], int], Selection] = field(default_factory=dict)
     _sources: dict[int, tuple[Mapping[str, Stored], Source]] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class FileLayout:
     ) -> Self:
         """tensors: in the order of the file
         digest:  of the kind
-        kind:    its text, if files have it with them
+        kind:    the text of the kind, if files contain it
         """
         num_bytes, placed_tensors = 0, dict[str, Stored]()
         for name, stored in tensors.items():
@@ -102,9 +102,9 @@ class FileLayout:
         )
 
     def selection(self, layers: Sequence[int], room_tokens: int) -> Selection:
-        """What these layers need of a file, and where it goes to.
+        """Returns the tensors and pieces that these layers need, and their places in memory.
 
-        room_tokens: of the room that it goes to
+        room_tokens: Room.num_tokens of the room that the tensors are read into
         """
         key = tuple(layers), room_tokens
         found = self._selections.get(key)
@@ -120,10 +120,10 @@ class FileLayout:
         return found
 
     def source(self, tensors: Mapping[str, Stored]) -> Source:
-        """Where the bytes of a file lie in the memory of a snapshot that was captured.
+        """Returns the places of a file's bytes in the memory of a captured snapshot.
 
-        tensors: its, found once for the same object, which must not change
-        Raises InvalidArgumentError if it has other tensors than these files.
+        tensors: of the snapshot; must not change: the result is remembered for this object
+        Raises InvalidArgumentError if the tensors differ from those of these files.
         """
         known = self._sources.get(id(tensors))
         if known is not None and known[0] is tensors:
@@ -159,11 +159,11 @@ def _type_of(stored: Stored) -> tuple[object, ...]:
 def _packed_plan(
     layout: FileLayout, groups: tuple[Group, ...], memory_bytes: int, kind: bytes
 ) -> bytes | None:
-    """What C reads of the files of a layout, as Plan of csrc/python/read_chunks.cc has it; None: it
-    reads none of them.
+    """Returns a plan for C to read files of a layout; None if C cannot read them.
 
-    groups:       what is wanted
-    memory_bytes: where it goes to
+    The bytes are a Plan of csrc/python/read_chunks.cc.
+    groups:       the pieces to read
+    memory_bytes: bytes of the memory that they are read into
     kind:         digest of the files' kind
     """
     form, head = layout.head.form, layout.head
@@ -171,7 +171,7 @@ def _packed_plan(
         return None
     runs = [run for group in groups for run in group.runs]
     if len(groups) > 1 or (groups and groups[0].first) or len(runs) > _MOST_RUNS:
-        return None  # not behind the head in one piece
+        return None  # C reads at most one group, right behind the head, in few runs
     wanted = [(i, ranges) for group in groups for i, ranges in enumerate(group.ranges, group.first)]
     joined = [layout.pieces[i].num_bytes for i, ranges in wanted if len(ranges) > 1]
     numbers = [

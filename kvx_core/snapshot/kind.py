@@ -1,4 +1,4 @@
-"""Kind: how files are laid out: those of one writer in a store, or that of one snapshot.
+"""A Kind describes the layout of the files of one writer in a store, or of one snapshot's file.
 
 Format: docs/store_format.md, "Kinds".
 """
@@ -30,30 +30,30 @@ from kvx_core.snapshot.precision import VALUES, Precision
 
 _MAX_FILE_BYTES = 1 << 33  # of an entry
 _MAX_LAYOUTS = 256  # that a kind remembers
-_MAX_PIECES = 1 << 15  # of these together
-_MAX_FINGERPRINTS = 16  # and parts of headers
-_MAX_SHARED = 32  # kinds of snapshots that are remembered
-_MAX_SHARED_BYTES = 1 << 16  # of their texts
+_MAX_PIECES = 1 << 15  # of all remembered layouts together
+_MAX_FINGERPRINTS = 16  # that a kind remembers, and parts of headers
+_MAX_SHARED = 32  # kinds of snapshots that the process remembers
+_MAX_SHARED_BYTES = 1 << 16  # of the text of a remembered kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Layers, heads, facts and tensors of files. Threads may share it."""
+    """The layers, heads, facts and tensors of files. Threads may share a Kind."""
 
     text: bytes = field(repr=False)  # canonical JSON
-    parts: tuple[Part, ...]  # of entries: without fingerprint, and most without an engine
+    parts: tuple[Part, ...]  # parts of entries have no fingerprint, and most have no engine
     keyed: bool
     encrypted: bool
     _tensors: dict[str, KindTensor] = field(repr=False)
-    prefix: str | None = None  # of the one snapshot that is laid out so; None: they are entries
+    prefix: str | None = None  # of the snapshot; None: the files are entries of a store
     digest: bytes = field(init=False, repr=False)
     id: str = field(init=False)
-    layers: tuple[int, ...] = field(init=False)  # all of them, sorted
-    is_states: bool = field(init=False)  # files have states alone, of all their tokens together
+    layers: tuple[int, ...] = field(init=False)  # sorted
+    is_states: bool = field(init=False)  # True if files have no tensors but states
     _of_layer: dict[int, Part] = field(init=False, repr=False)
     _layouts: dict[int, FileLayout] = field(default_factory=dict, repr=False)
     _parts: dict[str | None, tuple[Part, ...]] = field(default_factory=dict, repr=False)
-    _known: dict[int, tuple[Part, ...]] = field(default_factory=dict, repr=False)  # by their ids
+    _known: dict[int, tuple[Part, ...]] = field(default_factory=dict, repr=False)  # by id(parts)
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(self.text).digest()
@@ -76,9 +76,9 @@ class Kind:
         keyed: bool = False,
         encrypted: bool = False,
     ) -> Self:
-        """The kind of snapshots with these parts.
+        """Returns the kind of the files of snapshots with these parts.
 
-        tensors: of one of num_tokens tokens, which has an entry of each plane
+        tensors: of a snapshot of num_tokens tokens, which has an entry of each plane
         Raises InvalidArgumentError.
         """
         parts = bare_parts(parts)
@@ -107,9 +107,9 @@ class Kind:
     def of_snapshot(
         cls, header: Header, tensors: Mapping[str, Stored], num_tokens: int, *, keyed: bool
     ) -> Kind:
-        """The kind of the file of one snapshot, of these tokens and with these facts alone.
+        """Returns the kind of one snapshot's file. Other snapshots may not fit this kind.
 
-        Raises CorruptError if no reader would take it.
+        Raises CorruptError if no reader would accept it.
         """
         ordered = in_file_order(tensors)
         found = {name: KindTensor(stored, 0, None) for name, stored in ordered.items()}
@@ -118,37 +118,37 @@ class Kind:
 
     @classmethod
     def of_text(cls, raw: bytes, name: str, num_tokens: int) -> Kind:
-        """`parse` of the kind of a snapshot: the same object for snapshots that are alike."""
+        """Parses the kind of a snapshot, as `parse`. Equal texts share one remembered object."""
         if len(raw) <= _MAX_SHARED_BYTES:
-            with suppress(StoreError):  # which would not name this file
+            with suppress(StoreError):  # its message does not name this file; that of `parse` does
                 return _shared(raw, num_tokens)
         return cls.parse(raw, name, num_tokens)
 
     @classmethod
     def parse(cls, raw: bytes, name: str, num_tokens: int | None = None) -> Self:
-        """The kind in a file, which anyone may have written.
+        """Parses the text of a kind from a file, without trusting it. Returns the kind.
 
         name:       of the file, for messages
-        num_tokens: of the snapshot whose file this is in; None: it is of entries of a store
-        Raises CorruptError; StoreError if a newer version of KVX has written it.
+        num_tokens: of the snapshot whose file has this text; None: the kind is one of entries
+        Raises CorruptError; StoreError if a newer version of KVX has written the text.
         """
         return cls(raw, *parsed_kind(raw, name, num_tokens))
 
     def heads_of(self, layer: int) -> tuple[int, int]:
-        """The first, and one past the last."""
+        """Returns the heads of a layer: first, and one past the last."""
         return self._of_layer[layer].heads
 
     def precision_of(self, layer: int) -> Precision:
-        """The numbers that values of a layer can be."""
+        """Returns the precision of the values of a layer."""
         return Precision.parse(self._of_layer[layer].precision)
 
     @property
     def planes(self) -> tuple[PlaneKind, ...]:
-        """Beside K and V, of all layers."""
+        """The planes of all layers, without K and V."""
         return tuple(plane for part in self.parts for plane in part.planes)
 
     def precision_of_planes(self, layer: int) -> Precision:
-        """The numbers that planes of their dtypes can be."""
+        """Returns the precision of the planes of a layer, as their dtypes show it."""
         part = self._of_layer[layer]
         if part.encoding != VALUES:
             return Precision.of(opaque=part.encoding)
@@ -156,7 +156,7 @@ class Kind:
         return Precision.of(*(self._tensors[name].stored.dtype for name in names))
 
     def has_parts(self, header: Header) -> bool:
-        """Whether a snapshot has the layers, heads and facts of this kind."""
+        """True if a snapshot with this header has the layers, heads and facts of this kind."""
         known = self._known.get(id(header.parts))
         if known is header.parts:
             return True
@@ -168,15 +168,16 @@ class Kind:
         return True
 
     def memory_for(self, num_tokens: int, layers: Sequence[int], room_tokens: int) -> int:
-        """Bytes of a room that these layers of a file need.
+        """Returns the bytes of a room that these layers of a file need.
 
-        room_tokens: Room.num_tokens
+        room_tokens: Room.num_tokens of the room
         """
         return self.layout(num_tokens).selection(layers, room_tokens).place.num_bytes
 
     def with_fingerprint(self, fingerprint: str | None) -> tuple[Part, ...]:
-        """The parts of a snapshot of this model: the same object each time. The file of a snapshot
-        has fingerprints of its own.
+        """Returns the parts with this fingerprint of a model; remembers them.
+
+        A snapshot's file contains its own fingerprints: its parts are returned unchanged.
         """
         if self.prefix is not None:
             return self.parts
@@ -191,21 +192,24 @@ class Kind:
         return found
 
     def least_bytes(self, num_tokens: int) -> int:
-        """Bytes that files of so many tokens have at least: found without a layout."""
+        """Returns a lower bound of a file's bytes for num_tokens tokens. Builds no layout."""
         each = self._of(num_tokens).values()
         return sum(one.num_bytes for one in each if not one.coding)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of all tensors in memory: found without a layout."""
+        """Returns the bytes of all tensors in memory for num_tokens tokens. Builds no layout."""
         return sum(one.num_bytes for one in self._of(num_tokens).values())
 
     def _of(self, num_tokens: int) -> dict[str, Stored]:
-        """The tensors of a file of so many tokens."""
+        """Returns the tensors of a file of num_tokens tokens."""
         each = ((name, tensor.of(num_tokens)) for name, tensor in self._tensors.items())
         return {name: stored for name, stored in each if stored is not None}
 
     def layout(self, num_tokens: int) -> FileLayout:
-        """How a file of so many tokens is laid out. Raises StoreError if that is too long."""
+        """Returns the layout of a file of num_tokens tokens.
+
+        Raises StoreError if the file would be too long.
+        """
         found = self._layouts.get(num_tokens)
         if found is None:
             if self.prefix is None:
@@ -226,7 +230,7 @@ class Kind:
         return found
 
     def _check_size(self, num_tokens: int) -> None:
-        """Raises StoreError if an entry of so many tokens would be too long."""
+        """Raises StoreError if an entry of num_tokens tokens would be too long."""
         if not 0 < num_tokens <= MAX_TOKENS:
             raise StoreError(f"a file has {num_tokens} tokens, expected 1 to {MAX_TOKENS}")
         num_bytes = self.num_bytes(num_tokens)

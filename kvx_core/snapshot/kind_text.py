@@ -1,4 +1,4 @@
-"""The text of a kind: written, and parsed without trusting it.
+"""Writes the text of a kind, and parses it without trusting it.
 
 Format: docs/store_format.md, "Kinds" and "Snapshots".
 """
@@ -32,10 +32,10 @@ FORMAT = 3
 MAX_KIND_BYTES = 1 << 20
 MAX_TOKENS = 1 << 16  # of an entry of a store
 _MAX_EXTENT = 1 << 31
-_MAX_TOKEN_BYTES = 1 << 26  # of a token in all tensors, and of what does not grow with tokens
+_MAX_TOKEN_BYTES = 1 << 26  # of a token or entry in all tensors, plus tensors of constant size
 _FACTS = tuple(sorted(f.name for f in fields(CacheFacts)))
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
-_WORD = re.compile("[A-Za-z][A-Za-z0-9_]{0,31}")  # that a newer version may have for a format
+_WORD = re.compile("[A-Za-z][A-Za-z0-9_]{0,31}")  # a name that a newer version may have added
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -43,12 +43,12 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 class KindTensor:
     """A tensor of a kind, for any number of tokens."""
 
-    stored: Stored  # as it is for a token and an entry
-    tokens_per_entry: int  # 0: its first extent is always the same
-    plane: PlaneKind | None  # without whose entries it is not there
+    stored: Stored  # the tensor for one token or one entry
+    tokens_per_entry: int  # 0: the first extent is constant
+    plane: PlaneKind | None  # files without a complete entry of this plane lack the tensor
 
     def of(self, num_tokens: int) -> Stored | None:
-        """None: a file of so many tokens has none."""
+        """Returns the tensor in a file of num_tokens tokens; None if such files lack it."""
         if self.plane is not None and not self.plane.num_entries(num_tokens):
             return None
         if not self.tokens_per_entry:
@@ -58,9 +58,9 @@ class KindTensor:
 
     @classmethod
     def of_entries(cls, name: str, stored: Stored, kinds: Mapping[str, PlaneKind]) -> Self:
-        """That of entries, from what it is for some number of tokens.
+        """Returns the tensor of entries, from that of a file with any number of tokens.
 
-        kinds: planes, by their names
+        kinds: planes by their names
         """
         plane = kinds.get(name.removesuffix(".scale"))
         if plane is not None:
@@ -80,7 +80,10 @@ class KindTensor:
 
 @parsed(config=_STRICT)
 class _Group:
-    """Layers of a kind, as its text has them. What is wrong is found once: texts may be long."""
+    """A group of layers in the text of a kind.
+
+    Lists stop at their first error: a text may be long.
+    """
 
     encoding: str
     facts: dict[str, bool | int | str]
@@ -110,7 +113,7 @@ _CACHE_FACTS = TypeAdapter(CacheFacts)
 
 
 class Parsed(NamedTuple):
-    """What the text of a kind says."""
+    """The content of the text of a kind."""
 
     parts: tuple[Part, ...]
     keyed: bool
@@ -120,7 +123,7 @@ class Parsed(NamedTuple):
 
 
 def parsed_kind(raw: bytes, name: str, num_tokens: int | None) -> Parsed:
-    """The kind in a file. Arguments and errors are those of Kind.parse."""
+    """Parses the text of a kind. Arguments and errors are those of Kind.parse."""
     if len(raw) > MAX_KIND_BYTES:
         raise CorruptError(f"{name} has {len(raw)} bytes, expected at most {MAX_KIND_BYTES}")
     of_entries = num_tokens is None
@@ -166,7 +169,7 @@ def parsed_kind(raw: bytes, name: str, num_tokens: int | None) -> Parsed:
 
 
 class _NewerError(ValueError):
-    """A word that this version of KVX does not know."""
+    """The text has a word that this version of KVX does not know."""
 
 
 def _newer(name: str, word: str) -> StoreError:
@@ -177,26 +180,34 @@ def _newer(name: str, word: str) -> StoreError:
 
 
 def bare_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts of entries, in order."""
+    """Returns the parts as entries have them, sorted. See `_bare`."""
     return tuple(sorted(map(_bare, parts), key=lambda part: part.layers))
 
 
 def _bare(part: Part) -> Part:
-    """A part without what belongs to the model, and to the engine where its facts say the rest."""
+    """Returns a part without its fingerprint, with its layers and planes sorted.
+
+    The part keeps its engine, without the version, only if a fact of OF_ENGINE is not known.
+    """
     facts = replace(part.facts, fingerprint=None, engine=_engine_of(part.facts))
     layers, planes = tuple(sorted(part.layers)), tuple(sorted(part.planes))
     return replace(part, layers=layers, facts=facts, planes=planes)
 
 
 def _engine_of(facts: CacheFacts) -> str | None:
-    """The engine, without its version, where its keys are only known to be like its own."""
+    """Returns the engine without its version.
+
+    Returns None if the engine is not known, or if all facts of OF_ENGINE are known.
+
+    Without these facts, keys are only known to be like other keys of the same engine.
+    """
     if facts.engine is None or all(getattr(facts, name) is not None for name in OF_ENGINE):
         return None
     return next(iter(facts.engine.split()), None)
 
 
 def in_file_order(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tensors in the order of a file: layer by layer, but those with larger elements first."""
+    """Returns tensors in the order of a file: larger elements first, then layer by layer."""
 
     def order(name: str) -> tuple[int, int, int, str]:
         _, layer, rest = name.split(".", 2)
@@ -210,9 +221,9 @@ def in_file_order(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 def why_wrong(
     parts: tuple[Part, ...], tensors: Mapping[str, KindTensor], num_tokens: int | None = None
 ) -> str | None:
-    """Why tensors cannot be those of these parts, or None.
+    """Returns why a kind with these parts cannot have these tensors, or None.
 
-    num_tokens: of the snapshot that has them; None: of entries
+    num_tokens: of the snapshot that the kind belongs to; None: it is a kind of entries
     """
     stored = [tensor.stored for tensor in tensors.values()]
     if num_tokens is None and sum(one.num_bytes for one in stored) > _MAX_TOKEN_BYTES:
@@ -290,7 +301,7 @@ def _part(group: _Group, *, of_entries: bool) -> Part:
 
 
 def _parsed(row: _Row, kinds: Mapping[str, PlaneKind] | None) -> KindTensor:
-    """kinds: planes of entries; None: the tensor is that of a snapshot"""
+    """kinds: planes of entries by their names; None: the tensor belongs to a snapshot"""
     name, word, shape, original, coding = row
     first, *rest = shape or [0]
     sizes = [first if isinstance(first, int) else 1, *rest]

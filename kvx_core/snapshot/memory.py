@@ -1,4 +1,4 @@
-"""Memory for the tensors of a snapshot."""
+"""Allocates memory for the tensors of a snapshot, and assigns their offsets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvx_core.snapshot.contents import Stored
 from kvx_core.snapshot.errors import StoreError
 
 PAGE = 4096
-_ALIGN = 64  # bytes, of each tensor
+_ALIGN = 64  # bytes; offsets of tensors are multiples of it
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
-    """New host memory that begins at the start of a page, not initialised.
+    """Returns new host memory that begins at the start of a page and is not initialised.
 
     pinned: CUDA devices can reach it; needs torch
     Raises StoreError if there is not enough memory.
@@ -29,7 +29,7 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
             buffer: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
             return buffer
         raw = np.empty(num_bytes + PAGE, np.uint8)
-    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
+    except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError
         raise StoreError(f"no memory for {num_bytes} bytes of keys and values: {error}") from None
     skip = -raw.__array_interface__["data"][0] % PAGE
     return raw[skip : skip + num_bytes]
@@ -38,7 +38,7 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Bytes:
 def laid_out(
     entries: Iterable[tuple[str, Stored]],
 ) -> tuple[dict[str, Stored], int]:
-    """Offsets for tensors that follow one another in memory, and the bytes they take in all."""
+    """Assigns offsets to tensors, one behind another. Returns the tensors and their total bytes."""
     tensors: dict[str, Stored] = {}
     offset = 0
     for name, stored in entries:

@@ -1,4 +1,4 @@
-"""Nulls: which tokens of a run of a sequence are stored nowhere, found once for many chunks."""
+"""Nulls finds the tokens of a sequence that lie in null blocks, once for many chunks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from kvx_core.snapshot.section import Section, row_on_host
 
 
 class Nulls:
-    """Section.has_null and is_null for any part of a run of tokens.
+    """Answers Section.has_null and is_null for any part of a run of tokens.
 
-    Reads the block table once, where each tensor of the section has an entry per token: the table
-    must not change meanwhile. Raises OutOfRangeError as Section.has_null.
+    Reads the block table once if each tensor of the section has an entry per token. The table must
+    not change meanwhile. Raises OutOfRangeError as Section.has_null.
     """
 
     def __init__(self, section: Section, start: int, stop: int) -> None:
         """start, stop: positions in the sequence"""
         self._section = section
-        self._start, self._tokens = start, 1  # of an element of what is found
+        # An element of `_found` stands for `_tokens` tokens; the first one begins at `_start`.
+        self._start, self._tokens = start, 1
         self._found = self._find(section, start, stop)
-        # False: no token of the run is null.
+        # False: no token of the run lies in a null block.
         self.may_be_any = self._found is None or any(null.any() for null in self._found)
 
     def _find(self, section: Section, start: int, stop: int) -> list[npt.NDArray[np.bool_]] | None:
-        """Which are stored nowhere, for each tensor that may differ; None: ask the section."""
-        if section.view.planes:  # which have entries of several tokens
+        """Returns masks of the tokens or blocks that are null, one for each tensor that may differ.
+
+        Returns None if the section must be asked for each chunk.
+        """
+        if section.view.planes:  # planes may have entries of several tokens
             return None
         blocks = row_on_host(section.block_table)
         if blocks is not None:
@@ -34,21 +38,21 @@ class Nulls:
             first = section.view.layers[0]
             begin = start // first.block_size
             blocks = blocks[begin : -(-stop // first.block_size)]
-            if (blocks < first.num_blocks).all():  # else find_tokens says what is wrong
+            if (blocks < first.num_blocks).all():  # else find_tokens raises the error
                 self._start, self._tokens = begin * first.block_size, first.block_size
                 return [null_blocks(section.view, blocks)]
         found = list(section.nulls(start, stop))
-        # With beams, there is more than one for each token.
+        # With beams, a mask has more than one element for each token.
         return found if all(len(null) == stop - start for null in found) else None
 
     def any(self, start: int, stop: int) -> bool:
-        """Whether some of these tokens are stored nowhere, be it in K, V or a plane."""
+        """True if K, V or a plane of some of these tokens lies in a null block."""
         if self._found is None:
             return self._section.has_null(start, stop)
         return self.may_be_any and any(null[self._part(start, stop)].any() for null in self._found)
 
     def all(self, start: int, stop: int) -> bool:
-        """Whether all of them are stored nowhere, in all tensors."""
+        """True if all tensors of all these tokens lie in null blocks."""
         if self._found is None:
             return self._section.is_null(start, stop)
         return self.may_be_any and all(null[self._part(start, stop)].all() for null in self._found)

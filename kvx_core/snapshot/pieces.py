@@ -1,4 +1,4 @@
-"""Pieces: what of a file is checked, decoded and decrypted at once.
+"""Pieces are the parts of a file that are checked, decoded and decrypted at once.
 
 Format: docs/store_format.md, "Pieces".
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from kvx_core.snapshot.contents import Stored
 
-_JOINED_BYTES = 1 << 18  # of tensors in one piece
-MOST_BYTES = 1 << 20  # of a piece, and of pieces that are read with one call
+_JOINED_BYTES = 1 << 18  # of several tensors in one piece
+MOST_BYTES = 1 << 20  # of a piece, and of all pieces that one call reads
 
 
 class Slice(NamedTuple):
@@ -23,15 +23,15 @@ class Slice(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of some tensors, which follow one another in a file."""
+    """Bytes of one or several tensors that follow one another in a file."""
 
     slices: tuple[Slice, ...]
     coding: str
-    num_bytes: int  # as they are in memory
+    num_bytes: int  # in memory
 
 
 def cut(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
-    """The pieces of tensors, in the order of the file."""
+    """Yields the pieces of tensors, in the order of the file."""
     joined: list[Slice] = []
     kind, num_bytes = None, 0
     for name, stored in tensors.items():
@@ -55,7 +55,10 @@ def _piece(slices: list[Slice], coding: str) -> Piece:
 
 
 class Range(NamedTuple):
-    """Bytes of a piece: in the memory of a snapshot, or in that of what nobody wants."""
+    """A range of memory for bytes of a piece.
+
+    It lies in the memory of the snapshot, or in the memory for tensors that nobody wants.
+    """
 
     begin: int
     end: int
@@ -63,21 +66,22 @@ class Range(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Pieces that follow one another, and are read with one call: so few bytes that they are still
-    in the processor's cache when they are checked.
+    """Pieces that follow one another in a file. One call reads them.
+
+    They have so few bytes that these are still in the processor's cache when they are checked.
     """
 
-    first: int  # index of its first piece
+    first: int  # index of the first piece
     ranges: tuple[tuple[Range, ...], ...]  # of each piece
-    runs: tuple[Range, ...]  # of all of them, those that follow one another together
-    num_bytes: int  # as they are in memory
+    runs: tuple[Range, ...]  # of all pieces; adjacent ranges are joined
+    num_bytes: int  # of the pieces in memory
     unwanted_bytes: int
 
 
 def groups_of(pieces: tuple[Piece, ...], places: Mapping[str, Stored]) -> Iterator[Group]:
-    """What has to be read of a file for some tensors.
+    """Yields the groups of pieces to read for some tensors of a file.
 
-    places: these tensors, and where they lie in memory
+    places: the tensors by name, with their offsets in memory
     """
     first, found, num_bytes, unwanted = -1, list[tuple[Range, ...]](), 0, 0
     for i, piece in enumerate(pieces):
@@ -109,7 +113,7 @@ def _group(first: int, found: list[tuple[Range, ...]], num_bytes: int, unwanted:
 
 
 def runs_of(ranges: list[Range]) -> Iterator[Range]:
-    """The same ranges, those that follow one another together."""
+    """Yields the ranges, with adjacent ranges joined."""
     last: Range | None = None
     for each in ranges:
         if last is not None and last.end == each.begin and last.is_wanted == each.is_wanted:

@@ -1,7 +1,7 @@
-"""Planes of a section: their names and shapes in a snapshot, and views of them without layers.
+"""Gives planes of a section names and shapes in a snapshot, checks them, and makes views of them.
 
-K and V in tiles, which are planes with these roles, are stored as any K and V. Other planes are
-stored as they are, and are loaded into planes of the same dtype alone.
+K and V in tiles are planes with these roles, and are stored as any K and V. Other planes are stored
+unchanged, and can be loaded into planes of the same dtype alone.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ _SCALES = (ScaleGranularity.PER_TENSOR, ScaleGranularity.PER_HEAD)
 
 
 def is_kv(plane: Plane) -> bool:
-    """Whether it is K or V, in tiles."""
+    """True if the plane is K or V in tiles."""
     return plane.role in (Role.K, Role.V)
 
 
 def name_of(plane: Plane) -> str:
-    """The name of its tensor in a snapshot."""
+    """Returns the name of the plane's tensor in a snapshot."""
     if is_kv(plane):
         return f"layers.{plane.layer}.{plane.role_name.lower()}"
     return PlaneKind.of(plane).name
 
 
 def kinds_of(view: CacheView) -> tuple[PlaneKind, ...]:
-    """The planes of a view beside K and V, in order."""
+    """Returns the planes of a view beside K and V, sorted."""
     return tuple(sorted(PlaneKind.of(plane) for plane in view.planes if not is_kv(plane)))
 
 
 def shape_of(plane: Plane, num_tokens: int) -> tuple[int, int, int]:
-    """Entries, heads and units of what a snapshot stores of it. No entries: nothing is stored."""
+    """Returns the shape of a plane in a snapshot: entries, heads, units. 0 entries: not stored."""
     entries = PlaneKind.of(plane).num_entries(num_tokens)
     return entries, plane.extent(Axis.HEAD), plane.extent(Axis.DIM)
 
 
 def scale_of(plane: Plane) -> ScaleDesc | None:
-    """The scale of a plane of FP8 or S8."""
+    """Returns the scale of a plane of FP8 or S8; None for other planes."""
     return plane.scale if plane.dtype in SCALED else None
 
 
 def num_heads_of(planes: Sequence[Plane]) -> int:
-    """The heads of the planes that ranks split; 1 if they split none."""
+    """Returns the number of heads of the planes that ranks split; 1 if they split no plane."""
     return next((plane.extent(Axis.HEAD) for plane in planes if not plane.replicated), 1)
 
 
 def by_entry(planes: Sequence[Plane]) -> list[list[Plane]]:
-    """Planes that one call can move: those whose entries stand for as many tokens each."""
+    """Groups planes by the tokens of an entry: one call can copy each group."""
 
     def key(plane: Plane) -> int:
         return plane.tokens_per_entry
@@ -67,13 +67,13 @@ def by_entry(planes: Sequence[Plane]) -> list[list[Plane]]:
 
 
 def held_planes(view: CacheView, tensors: Mapping[str, Stored], rows: Sequence[int]) -> list[Plane]:
-    """The planes of a view that have an entry among tensors, without K and V of layers `rows`."""
+    """Returns the planes of a view that are among `tensors`, without K and V of layers `rows`."""
     held = (plane for plane in view.planes if name_of(plane) in tensors)
     return [plane for plane in held if not (is_kv(plane) and plane.layer in rows)]
 
 
 def view_of_planes(view: CacheView, planes: Sequence[Plane]) -> CacheView:
-    """A view of these planes of it alone."""
+    """Returns the view with these of its planes alone, without layers."""
     none: dict[str, Any] = dict.fromkeys(("k_scales", "v_scales", "k_zeros", "v_zeros"))
     return replace(view, layers=(), planes=tuple(planes), **none)
 
@@ -85,9 +85,9 @@ def dense_view(
     owner: object,
     scale_of: Callable[[str], ScaleDesc | None],
 ) -> CacheView:
-    """What a snapshot has of these planes, as a dense cache of one block.
+    """Returns the tensors that a snapshot has of these planes, as a dense cache of one block.
 
-    address_of, scale_of: where the tensor of a name lies, and its scale
+    address_of, scale_of: return the address and the scale of a tensor, by its name
     """
 
     def dense(plane: Plane) -> Plane:
@@ -119,7 +119,10 @@ def unlike_planes(
     layers: Sequence[int],
     tensors: dict[str, Stored],
 ) -> list[str]:
-    """Why planes of these layers as they are stored do not fit into those of a view."""
+    """Returns why the stored planes of these layers do not fit into the planes of a view.
+
+    stored, tensors: of the snapshot
+    """
     here = {PlaneKind.of(p): p for p in view.planes if not is_kv(p) and p.layer in layers}
     reasons = [
         f"{kind.words} is {there}: an entry for {kind.tokens_per_entry} tokens, "
@@ -151,7 +154,10 @@ def unlike_planes(
 
 
 def cut(kind: PlaneKind, start: int, stop: int, end: int) -> str | None:
-    """Why a plane cannot be loaded for tokens `start` to `stop` of those up to `end`, or None."""
+    """Returns why tokens `start` to `stop` of a plane cannot be loaded, or None.
+
+    end: where the snapshot ends
+    """
     n = kind.tokens_per_entry
     if n and start % n:
         return (
@@ -167,7 +173,7 @@ def cut(kind: PlaneKind, start: int, stop: int, end: int) -> str | None:
 
 
 def check_planes(view: CacheView, layers: Sequence[int], encoding: str) -> None:
-    """Raises InvalidArgumentError, UnsupportedError if the planes cannot be those of a section."""
+    """Raises InvalidArgumentError, UnsupportedError if a section cannot have the view's planes."""
     num_heads = view.layers[0].num_kv_heads if view.layers else num_heads_of(view.planes)
     k_layers = {plane.layer for plane in view.planes if plane.role == Role.K}
     for i, plane in enumerate(view.planes):
@@ -217,7 +223,7 @@ def check_planes(view: CacheView, layers: Sequence[int], encoding: str) -> None:
 
 
 def _check_kv(name: str, plane: Plane, view: CacheView, k_layers: set[int], encoding: str) -> None:
-    """The rules of K and V in tiles."""
+    """Checks a K or V in tiles. Raises InvalidArgumentError."""
     if view.layers:
         raise InvalidArgumentError(
             f"{name} is {plane.role_name} of layer {plane.layer}, expected it in a view without "

@@ -1,4 +1,4 @@
-"""MemoryPool: memory of snapshots that are gone, with its description, for those that follow."""
+"""MemoryPool reuses the memory of freed snapshots, and its description, for later snapshots."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kvx_core.snapshot.precision import Precisions
 from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 from kvx_core.snapshot.storage_format import StorageFormat
 
-_ALIGN = 64  # bytes, of each snapshot in a slab
+_ALIGN = 64  # bytes; snapshots in a slab begin at multiples of it
 _MAX_KINDS = 16  # of snapshots; an engine has one or two
-_MAX_LENGTHS = 256  # of snapshots of one kind, whose tensors are remembered
-_SLAB_BYTES = 256 << 20  # of a slab of more than one block
+_MAX_LENGTHS = 256  # of snapshots; a kind remembers the tensors of each length
+_SLAB_BYTES = 256 << 20  # most bytes of a slab of more than one block
 
 
 class _Slab:
-    """Blocks that lie side by side, each the memory of one snapshot at a time.
+    """Blocks that lie side by side. Each block is the memory of one snapshot at a time.
 
-    So K of a layer, in all of its snapshots, is a tensor of blocks, and a copy into many snapshots
-    is one into a paged cache.
+    So K of a layer in all snapshots is a tensor of blocks, and one copy into a paged cache fills
+    many snapshots.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class _Slab:
         self.memory = host_memory(block_bytes * num_blocks, pinned=pinned)
         self._dense = Dense(tensors, self.memory)
         self._block_bytes, self._num_blocks = block_bytes, num_blocks
-        # Of each block, for numpy.
+        # The __array_interface__ of each block.
         self.interfaces = [self._block(i).__array_interface__ for i in range(num_blocks)]
         self._views: dict[tuple[int, ...], CacheView] = {}
 
     def _block(self, index: int) -> Bytes:
-        """The memory of one snapshot."""
+        """Returns the memory of a block."""
         return self.memory[index * self._block_bytes : (index + 1) * self._block_bytes]
 
     def view(self, layers: tuple[int, ...]) -> CacheView:
-        """K and V of these layers, of which a block is a snapshot."""
+        """Returns K and V of these layers as a paged cache. A block is a snapshot."""
         found = self._views.get(layers)
         if found is None:
             found = self._dense.blocks(layers, self._num_blocks, self._block_bytes)
@@ -67,48 +67,49 @@ class _Slab:
 
 
 class Lease:
-    """A block as long as a snapshot or an array of it refers to it; then the block is free again.
+    """Owns a block as long as a snapshot or one of its arrays refers to the lease.
 
-    The arrays of the snapshot are views of numpy.asarray(lease), which refers to the lease.
+    After that the block is free again. The arrays of the snapshot are views of
+    numpy.asarray(lease), which refers to the lease.
     """
 
     def __init__(self, kind: _Kind | None, slab: _Slab, block: int) -> None:
-        """kind: to which the block goes back; None: it is not used again"""
+        """kind: the block goes back to it; None: the block is not used again"""
         self._kind, self.slab, self.block = kind, slab, block
-        self.is_settled = True  # no device writes to it
+        self.is_settled = True  # False while a device may write to the block
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         return self.slab.interfaces[self.block]
 
     def settled(self) -> None:
-        """The copies into the block are complete."""
+        """Tells the lease that the copies into the block are complete."""
         self.is_settled = True
 
     def __del__(self) -> None:
-        # A copy that failed may still run on a device: nobody else may have its memory.
+        # A copy that failed may still run on a device: its memory must not be used again.
         if self._kind is not None and self.is_settled:
             self._kind.free.append((self.slab, self.block))
 
 
 class Leased(NamedTuple):
-    """A snapshot that tokens are copied into."""
+    """A snapshot in memory of a pool, for `copy_into`."""
 
     lease: Lease
-    start: int  # position in the sequence of its first token
+    start: int  # position in the sequence of the snapshot's first token
     num_tokens: int
 
     def is_followed_by(self, other: Leased, block_tokens: int) -> bool:
-        """Whether one copy can fill both."""
+        """True if one copy can fill both snapshots."""
         is_full = self.num_tokens == block_tokens
         follows = self.start + self.num_tokens == other.start
         return is_full and follows and self.lease.slab is other.lease.slab
 
 
 def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
-    """Copies tokens of a sequence, of the layers of a section, into memory of a pool.
+    """Copies tokens of the layers of a section into snapshots in memory of a pool.
 
-    On a device the copies are complete after Lease.settled.
+    Does not wait for a device: the caller waits, and then calls Lease.settled.
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     """
     device, table = device_of([section]), section.block_table
@@ -131,7 +132,7 @@ def copy_into(snapshots: Sequence[Leased], section: Section) -> None:
 
 
 def _runs(snapshots: Sequence[Leased]) -> Iterator[list[Leased]]:
-    """Snapshots that one copy can fill."""
+    """Yields runs of snapshots. One copy can fill each run."""
     run: list[Leased] = []
     for one in snapshots:
         if run and not run[-1].is_followed_by(one, one.lease.slab.block_tokens):
@@ -143,7 +144,10 @@ def _runs(snapshots: Sequence[Leased]) -> Iterator[list[Leased]]:
 
 
 class _Kind:
-    """Snapshots of the same layers of the same caches in one format, of at most so many tokens."""
+    """Memory for snapshots of the same layers of the same caches in one format.
+
+    They have at most num_tokens tokens each.
+    """
 
     def __init__(
         self,
@@ -154,7 +158,8 @@ class _Kind:
         num_tokens: int,
         free_bytes: int,
     ) -> None:
-        """tensors: of a snapshot of num_tokens tokens, which takes num_bytes
+        """tensors:    of a snapshot of num_tokens tokens, which takes num_bytes
+        free_bytes: most bytes of the blocks that are kept
 
         Does not keep the caches alive.
         """
@@ -164,13 +169,13 @@ class _Kind:
         step = lcm(_ALIGN, *(stored.dtype.itemsize for stored in tensors.values()))
         self._block_bytes = -(-num_bytes // step) * step
         self._is_pinned = device_of(sections) is not None
-        self._max_blocks = free_bytes // self._block_bytes  # that are kept
-        self._num_blocks = 0  # of these
+        self._max_blocks = free_bytes // self._block_bytes  # that may be kept
+        self._num_blocks = 0  # that are kept, free or in use
         self._lengths: dict[int, dict[str, Stored]] = {}
-        self._lock = threading.Lock()  # of num_blocks
+        self._lock = threading.Lock()  # guards _num_blocks
 
     def of_length(self, num_tokens: int) -> dict[str, Stored]:
-        """The tensors of a snapshot of so many tokens, which do not change."""
+        """Returns the tensors of a snapshot of num_tokens tokens. They must not be changed."""
         found = self._lengths.get(num_tokens)
         if found is None:
             found = {
@@ -183,7 +188,10 @@ class _Kind:
         return found
 
     def prepare(self, num_tokens: int) -> None:
-        """Gets memory for snapshots of so many tokens in all, if it may be kept."""
+        """Allocates blocks for num_tokens tokens in all, as far as they may be kept.
+
+        Raises StoreError if there is not enough memory.
+        """
         missing = -(-num_tokens // self.num_tokens) - len(self.free)
         if missing <= 0:
             return
@@ -198,12 +206,12 @@ class _Kind:
         self.free.extend((slab, block) for block in reversed(range(num_blocks)))
 
     def lend(self) -> Lease:
-        """Raises StoreError if there is not enough memory."""
+        """Returns a lease of a free or new block. Raises StoreError if memory is short."""
         if not self.free:
             self.prepare(self.num_tokens)
         try:
             return Lease(self, *self.free.pop())
-        except IndexError:  # as much as may be kept is in use
+        except IndexError:  # all blocks that may be kept are in use
             return Lease(None, self._slab(1), 0)
 
     def _slab(self, num_blocks: int) -> _Slab:
@@ -217,27 +225,28 @@ class _Kind:
 
 
 class _Known(NamedTuple):
-    """What the pool has for sections of these views."""
+    """The pool's answer for sections of these views: a _Kind, or None for new memory."""
 
     views: list[ref[CacheView]]
     kind: _Kind | None
 
     def is_of(self, sections: Sequence[Section]) -> bool:
-        """Whether it was found for these; another view may have the id of one that is gone."""
+        """True if the sections have these views. A new view may have the id of a freed view."""
         return all(view() is one.view for view, one in zip(self.views, sections, strict=True))
 
 
 class MemoryPool:
-    """Host memory for snapshots of chunks, kept when a snapshot is gone for those that follow.
+    """Keeps the host memory of freed snapshots of chunks for later snapshots.
 
-    New memory costs as much as the copy into it, and describing it costs more. Given to
-    Snapshot.reserve. K and V without scales and planes are captured into the pool; all else has new
-    memory. What was captured from a view that is gone is freed. Threads may share a pool.
+    New memory costs as much as the copy into it, and describing it costs more. Snapshot.reserve
+    takes a pool. K and V without scales and planes are captured into the pool; all other snapshots
+    have new memory. The pool frees the memory of snapshots of a view that no longer exists.
+    Threads may share a pool.
     """
 
     def __init__(self, num_tokens: int, free_bytes: int = 1 << 30) -> None:
-        """num_tokens: of the longest snapshot; longer ones have new memory
-        free_bytes: that are kept at most of each kind of snapshot
+        """num_tokens: of the longest snapshot in the pool; longer snapshots have new memory
+        free_bytes: most bytes that the pool keeps for each kind of snapshot
         """
         self._num_tokens, self._free_bytes = num_tokens, free_bytes
         self._kinds: dict[Any, _Known] = {}
@@ -249,9 +258,10 @@ class MemoryPool:
         carried: Precisions,
         num_tokens: int,
     ) -> _Kind | None:
-        """Lends memory for snapshots of these sections; None if they have to have new memory.
+        """Returns an object that lends memory for snapshots of these sections.
 
-        carried:    the coarsest precision that the values had before; if of each layer, a tuple
+        Returns None if these snapshots must have new memory.
+        carried:    the coarsest precision that the values had before; a tuple if for each layer
         num_tokens: of all snapshots that are captured now
         Raises StoreError if there is not enough memory, InvalidArgumentError, UnsupportedError.
         """
@@ -285,6 +295,6 @@ class MemoryPool:
 
 
 def _is_plain(view: CacheView) -> bool:
-    """Whether a view has K and V alone."""
+    """True if a view has K and V alone."""
     beside = view.k_scales, view.v_scales, view.k_zeros, view.v_zeros
     return bool(view.layers) and not view.planes and beside == (None,) * 4

@@ -1,4 +1,4 @@
-"""Precision: which numbers stored values can be, so that rounded ones are not taken for exact.
+"""A Precision names the numbers that stored values can be, so that nobody takes rounded for exact.
 
 A value that was computed in BF16 and kept in an FP8 cache stays an FP8 number, whatever dtype holds
 it later. A cache may load values whose set of numbers includes its own: it would have rounded them
@@ -18,18 +18,18 @@ from kvx_core.argument_checks import bad_argument, flag, list_of, text
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import DType
 
-VALUES = "values"  # the encoding of numbers; any other name is that of opaque bytes, U8
+VALUES = "values"  # the encoding of numbers; any other name denotes opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# Names of number formats. FP8 and S8 with a scale per token and head differ from those with one for
-# all tokens. A format with several numbers in a unit has a scale in each.
+# Names of number formats. FP8 and S8 with a scale per token and head differ from FP8 and S8 with
+# one scale for all tokens. A format with several numbers in a unit has a scale in each unit.
 _NUMBERS = {
     dtype.name.lower(): dtype
     for dtype in DType
     if dtype.format.rounding or (dtype.numbers > 1 and not dtype.format.affine)
 }
 _SCALED = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
-# What only stores hold, with a scale beside each group of 16 numbers and none of the tensor.
+# Only stores hold NVFP4, with a scale beside each group of 16 numbers and no scale of the tensor.
 _NVFP4 = "nvfp4"
 _FORMATS = {
     **_NUMBERS,
@@ -39,7 +39,7 @@ _FORMATS = {
 
 
 def _includes(name: str) -> tuple[str, ...]:
-    """The formats whose numbers `name` includes. With scales it includes no other format."""
+    """Returns the formats whose numbers `name` includes; with scales, `name` alone."""
     mine = _FORMATS[name].format
     if mine.scaled or mine.rounding is None:
         return (name,)
@@ -51,7 +51,7 @@ _INCLUDES = {name: _includes(name) for name in _FORMATS}
 
 
 def _digits(dtype: DType) -> int:
-    """Significant bits, about."""
+    """Returns the approximate number of significant bits."""
     rounding = dtype.format.rounding
     if rounding is None:
         return dtype.itemsize * 8 // dtype.numbers - 1
@@ -64,22 +64,23 @@ _OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The numbers that some formats have in common; without formats, all numbers.
+    """The numbers that several formats have in common; without formats, all numbers.
 
-    formats: none includes another; "rows-<hash>" are opaque bytes, which equal only themselves
+    formats: no format includes another; "rows-<hash>" are opaque bytes, which include only
+             themselves
     """
 
     formats: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, *dtypes: object, opaque: str | None = None, vector_scales: bool = False) -> Self:
-        """The precision of values that were computed in one dtype and kept in a cache of another.
+        """Returns the precision of values that were computed in one dtype and cached in another.
 
         dtypes: of the computation and of K and V: DTypes, torch or numpy dtypes, or names; layers
                 may differ
         opaque: the name of opaque bytes that (some) layers keep; not "values"
-        vector_scales: the FP8 and S8 among them have a scale per token and head
-        Raises InvalidArgumentError for what holds no keys or values.
+        vector_scales: FP8 and S8 dtypes have a scale per token and head
+        Raises InvalidArgumentError for a dtype that holds no keys or values.
         """
         vector_scales = flag("vector_scales", vector_scales)
         formats = []
@@ -100,7 +101,7 @@ class Precision:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, name: str) -> Self:
-        """The precision of this `name`. Raises ValueError if there is none."""
+        """Returns the precision with this `name`. Raises ValueError if no precision has it."""
         formats = tuple(name.split("+"))
         known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
@@ -109,41 +110,41 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """One word, for names of files and headers."""
+        """The precision in one word, for names of files and headers."""
         return "+".join(self.formats)
 
     @property
     def digits(self) -> int:
-        """Sorts precisions of which none includes the other; more is more precise."""
+        """A number to sort precisions by, if neither includes the other. Larger: more precise."""
         return min((_DIGITS.get(name, 4) for name in self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
-        """The precision of values that went through both."""
+        """Returns the precision of values that went through both precisions."""
         if other == self or not other.formats:
             return self
         return Precision(_coarsest((*self.formats, *other.formats)))
 
     def includes(self, other: Precision) -> bool:
-        """Whether every number of `other` is one of these."""
+        """True if this precision has every number of `other`."""
         return all(any(_is_included(b, a) for b in other.formats) for a in self.formats)
 
     def may_become(self, other: Precision) -> bool:
-        """Whether values can be converted to this precision; opaque bytes cannot be converted."""
+        """True if conversion can give values the precision `other`. Opaque bytes do not convert."""
         mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
         return mine <= others and (bool(mine) or others != set(other.formats))
 
 
 NVFP4 = Precision((_NVFP4,))
-Precisions = Precision | Sequence[Precision]  # of all layers, or of each layer of the model
+Precisions = Precision | Sequence[Precision]  # one for all layers, or one for each of the model
 
 
 def precision_in(given: Precisions, layer: int) -> Precision:
-    """The precision of a layer of the model."""
+    """Returns the precision of a layer of the model."""
     return given if isinstance(given, Precision) else given[layer]
 
 
 def all_or_each(name: str, value: Any) -> Precisions:
-    """A Precision, or a tuple of one for each layer. Raises InvalidArgumentError."""
+    """Returns a Precision, or a tuple with one for each layer. Raises InvalidArgumentError."""
     if isinstance(value, Precision):
         return value
     found = list_of(name, value, Precision, "a Precision for each layer of the model")
@@ -161,6 +162,6 @@ def _is_included(name: str, within: str) -> bool:
 
 
 def _coarsest(formats: Iterable[str]) -> tuple[str, ...]:
-    """The formats that include no other of these, sorted, each once."""
+    """Returns the formats that include no other of these formats, sorted, each once."""
     found = set(formats)
     return tuple(sorted(a for a in found if not any(b != a and _is_included(b, a) for b in found)))

@@ -1,4 +1,4 @@
-"""Record: what a file has of its own, in a safetensors header that its kind decides else.
+"""A Record is the part of a file's safetensors header that its kind does not determine.
 
 Format: docs/store_format.md, "Entries".
 """
@@ -23,14 +23,14 @@ from kvx_core.types import DType
 PAGE = 4096
 MAGIC = b"KVXCHNK3"
 SIGNED, ENCRYPTED = 1, 2  # flags
-CLEAR_BYTES = 68  # of a record, which encrypted ones begin with
+CLEAR_BYTES = 68  # at the start of a record; they are never encrypted
 RANDOM_BYTES = KEY_BYTES = 32
 START_BYTES = ID_BYTES = 8
 _FIXED_BYTES = 140
-_BEGIN = Struct("<8s3I")  # what tells how long a record is
-_KEYS = Struct("<2Q32s")  # behind it
-_NUMBER = 15  # characters
-_HOLE = b"@@"  # where a number comes; no JSON outside of strings has it
+_BEGIN = Struct("<8s3I")  # the start of a record, which determines its length
+_KEYS = Struct("<2Q32s")  # behind _BEGIN
+_NUMBER = 15  # characters of a number
+_HOLE = b"@@"  # stands for a number; JSON has it in strings alone
 _CODES = {
     DType.F32: "F32",
     DType.F16: "F16",
@@ -42,12 +42,12 @@ _CODES = {
 
 
 def element_bytes(dtype: DType) -> int:
-    """Bytes of an element as safetensors has it."""
+    """Returns the bytes of an element of the safetensors dtype; 1 if the file holds bytes, U8."""
     return dtype.itemsize if dtype in _CODES else 1
 
 
 class Form(NamedTuple):
-    """What decides how long a record is."""
+    """The values that determine the length of a record."""
 
     num_tokens: int
     num_pieces: int
@@ -64,7 +64,7 @@ class Form(NamedTuple):
 
     @property
     def check_bytes(self) -> int:
-        """Of the record."""
+        """The bytes of the check of the record."""
         return 32 if self.signed else 16
 
     @property
@@ -74,12 +74,12 @@ class Form(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one file has of its own."""
+    """The values that differ between files of a kind."""
 
     parent: bytes
-    kind: bytes  # its digest
+    kind: bytes  # digest of the kind
     start: int
-    ids: bytes  # of the tokens, int64
+    ids: bytes  # token ids, int64
     sizes: tuple[int, ...]  # of the pieces in the file
     checks: tuple[bytes, ...]  # of the pieces
 
@@ -89,7 +89,7 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Of the entry."""
+        """The key of the entry."""
         return hashlib.sha256(self.parent + self.ids).hexdigest()
 
 
@@ -104,12 +104,17 @@ class RecordText:
         self.without_keys = self.clear(0, 0, bytes(RANDOM_BYTES))
 
     def clear(self, signer: int, encrypter: int, random: bytes) -> bytes:
-        """The first CLEAR_BYTES of a record."""
+        """Returns the first CLEAR_BYTES of a record.
+
+        signer, encrypter: ids of the keys; 0: none
+        random:            RANDOM_BYTES of the file; zeros if it is not encrypted
+        """
         return self._begin + _KEYS.pack(signer, encrypter, random)
 
     def keys(self, raw: bytes) -> tuple[int, int] | None:
-        """The ids of the keys that have signed and encrypted it, from its first CLEAR_BYTES; None:
-        it is no record of this form.
+        """Returns the ids of the keys that signed and encrypted a record; None: of another form.
+
+        raw: begins with the first CLEAR_BYTES of the record
         """
         if raw.startswith(self.without_keys):
             return 0, 0
@@ -122,28 +127,37 @@ class RecordText:
         return signer, encrypter
 
     def packed(self, clear: bytes, record: Record) -> bytes:
-        """All bytes before the check."""
+        """Returns all bytes of a record before its check.
+
+        clear: the first CLEAR_BYTES
+        """
         rows = chain.from_iterable(zip(record.sizes, record.checks, strict=True))
         return clear + self._rest.pack(*record[:4], *rows)
 
     def unpacked(self, raw: bytes) -> Record:
-        """From all bytes before the check, of which `keys` has found the first good."""
+        """Returns the record.
+
+        raw: all bytes before the check; `keys` has accepted the first CLEAR_BYTES
+        """
         parent, kind, start, ids, *rows = self._rest.unpack_from(raw, CLEAR_BYTES)
         return Record(parent, kind, start, ids, tuple(rows[::2]), tuple(rows[1::2]))
 
 
-# What is in front of the record's first digit, behind the length of the header.
+# The text between the length of the header and the record's first digit.
 FIRST_TEXT = b'{"__metadata__":{"kvx":"'
 RECORD_AT = 8 + len(FIRST_TEXT)
-BEGIN_BYTES = RECORD_AT + 2 * _BEGIN.size  # of a file, that tell the form of its record
+BEGIN_BYTES = RECORD_AT + 2 * _BEGIN.size  # at the start of a file; they give its record's form
 MAX_HEADER_BYTES = 32 << 20  # of a snapshot: tokens mostly, about two million
-MAX_FILE_BYTES = 1 << 38  # of its data in memory
-# What is between the record's last digit and the kind, where a file has its kind with it.
+MAX_FILE_BYTES = 1 << 38  # of a snapshot's data in memory
+# The text between the record's last digit and the kind, in a file that contains its kind.
 KIND_TEXT = b'","kvx_kind":'
 
 
 def form_of(head: bytes) -> Form | None:
-    """The form of a file's record, from its first BEGIN_BYTES; None: it is no file of KVX."""
+    """Returns the form of a file's record; None if the file is not one of KVX.
+
+    head: the first BEGIN_BYTES of the file
+    """
     if head[8:RECORD_AT] != FIRST_TEXT:
         return None
     try:
@@ -156,14 +170,16 @@ def form_of(head: bytes) -> Form | None:
 
 
 class Head:
-    """The bytes of files before their data: constant, but for the record."""
+    """The bytes of a file before its data. They are the same for all files of a layout, except the
+    record and, if `is_whole`, the number of data bytes.
+    """
 
     def __init__(
         self, tensors: Mapping[str, Stored], form: Form, *, is_whole: bool, kind: bytes = b""
     ) -> None:
         """tensors:  in the order of the file
-        is_whole: they are one tensor of bytes there, whose number differs between files
-        kind:     its text, if the file has it with it
+        is_whole: the file has one tensor of bytes in their place; its length may differ by file
+        kind:     the text of the kind, if the file contains it
         """
         self.form = form
         self.record = RecordText(form)
@@ -184,10 +200,10 @@ class Head:
         self._after = beside + self._entries
 
     def text(self, record: bytes, num_data_bytes: int) -> bytes:
-        """All of it.
+        """Returns the head of a file.
 
         record:         with its check and tag
-        num_data_bytes: in this file
+        num_data_bytes: bytes of data in this file
         """
         return self._before + record.hex().encode() + self._rest(num_data_bytes)
 
@@ -198,8 +214,9 @@ class Head:
         return self._beside + self._entries.replace(_HOLE, number)
 
     def record_of(self, head: bytes | bytearray, num_data_bytes: int) -> bytes | None:
-        """The record, encrypted or not, in the first bytes of a file; None: they are no head of
-        this kind.
+        """Returns the record in the head of a file, encrypted or not; None: another head.
+
+        num_data_bytes: bytes of data in the file
         """
         at, rest = len(self._before), self._rest(num_data_bytes)
         digits = head[at : at + self._num_digits]
@@ -217,7 +234,7 @@ class Head:
 
 
 def _of_tensors(tensors: Mapping[str, Stored]) -> bytes:
-    """What the JSON says of them, with a comma before each."""
+    """Returns the JSON entries of tensors, with a comma before each."""
     entries = {}
     for name, stored in tensors.items():
         *shape, last = stored.shape
@@ -233,5 +250,5 @@ def _of_tensors(tensors: Mapping[str, Stored]) -> bytes:
 
 
 def _of_pieces() -> bytes:
-    """One tensor of bytes."""
+    """Returns the JSON entry of one tensor of bytes, with holes for its length."""
     return b',"pieces":{"dtype":"U8","shape":[%b],"data_offsets":[0,%b]}' % (_HOLE, _HOLE)

@@ -1,4 +1,4 @@
-"""Restore: the copy of tokens of a snapshot into layers of a cache, whatever they are made of."""
+"""Copies tokens of a snapshot into layers of a cache: K, V, scales, planes and rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 
 
 def check_places(section: Section, start: int, stop: int) -> None:
-    """Raises what several copies into a section could raise, before the first of them writes.
+    """Raises the errors of copies into a section before the first copy writes.
 
-    start, stop: positions in the sequence of the tokens
+    start, stop: the tokens, as positions in the sequence
     Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
     """
     has_vector_scales(section.view)
@@ -38,10 +38,10 @@ def restore_layers(
     """Copies tokens of a snapshot into a section's cache: see Snapshot.restore.
 
     dense:       the snapshot, which has all layers of the section
-    heads:       of the model that it has in these layers; the section has some of them
+    heads:       the snapshot's heads of the model in these layers; the section has some of them
     tokens:      positions in the sequence: the first, and one past the last
     first_token: position of the snapshot's first token
-    Mutates the section's cache. Waits for a device. Returns the bytes of these tokens there.
+    Mutates the section's cache. Waits for a device. Returns the bytes of these tokens in the cache.
     """
     (start, stop), view, device = tokens, section.view, device_of([section])
     first = max(heads[0], section.heads[0])
@@ -83,5 +83,5 @@ def restore_layers(
     else:
         copy.run(dense.view(layers), view, find_scales=per_vector)
     if device is not None:
-        device_status(stream)  # waits: tables and memory that the device reads are freed now
+        device_status(stream)  # waits: tables and memory that the device reads are freed next
     return num_bytes

@@ -1,8 +1,8 @@
-"""Room: host memory that snapshots are read into and restored from, used again for the next ones.
+"""A Room is host memory that snapshots are read into and restored from, and that is used again.
 
-To describe memory takes longer than to copy a chunk out of it. So a room keeps its memory and the
-descriptions of it. Chunks of K and V lie in it side by side, as the blocks of a paged cache do, and
-one copy takes many of them.
+Describing memory takes longer than copying a chunk out of it. So a room keeps its memory and the
+descriptions of it. Chunks of K and V lie side by side in a room, like the blocks of a paged cache,
+and one copy moves many chunks.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from kvx_core.snapshot.contents import Header, Stored, is_row, is_scale, layer_o
 from kvx_core.snapshot.dense import Dense, Views
 from kvx_core.snapshot.memory import PAGE, Bytes, host_memory, laid_out
 
-_MAX_PLACED = 256  # that are remembered
+_MAX_PLACED = 256  # results of `placed` that the process remembers
 _MAX_KEPT = 16  # caches that a room keeps
 
 Tensors = dict[str, Stored]
 
 
 class Placed(NamedTuple):
-    """Where the tensors of a snapshot lie in its memory."""
+    """The places of a snapshot's tensors in its memory."""
 
     tensors: Tensors
     num_bytes: int  # of the memory: a multiple of PAGE and of each element's bytes
-    # The tensors of a chunk of a room's num_tokens, the same object for all snapshots that are
-    # blocks of one paged cache. None: one with planes, scales, or units that span heads.
+    # The tensors of a chunk of Room.num_tokens tokens: the same object for all snapshots that are
+    # blocks of one paged cache. None: the snapshot is no block, since it has planes, scales, units
+    # that span heads, or more tokens.
     block: Tensors | None
 
 
 def placed(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens: int) -> Placed:
-    """The places of some of a snapshot's tensors.
+    """Returns the places of some of a snapshot's tensors.
 
-    num_tokens: of the longest snapshot that is to be a block beside this one
-    Found once for the same `tensors`, which must not change.
+    tensors:    must not change: the result is remembered for this object
+    names:      of the tensors to place
+    num_tokens: of the longest snapshot that can be a block beside this one
     """
     key = id(tensors), names, num_tokens
     known = _placed.get(key)
@@ -74,7 +76,7 @@ def _place(header: Header, tensors: Tensors, names: tuple[str, ...], num_tokens:
 
 
 def _is_plain(header: Header, tensors: Tensors, num_tokens: int) -> bool:
-    """Whether these are K and V alone, of at most num_tokens tokens; no unit spans heads."""
+    """True if these are K and V alone, of at most num_tokens tokens, and no unit spans heads."""
     if not tensors or any(part.planes for part in header.parts):
         return False
     heads = header.heads
@@ -86,15 +88,15 @@ def _is_plain(header: Header, tensors: Tensors, num_tokens: int) -> bool:
 
 
 class Room:
-    """Memory for snapshots of at most num_tokens tokens each. One thread has it at a time.
+    """Memory for snapshots of at most num_tokens tokens each. One thread at a time owns it.
 
-    Snapshots in it are good until `clear`.
+    Snapshots in a room are valid until `clear`.
     """
 
     def __init__(self, num_tokens: int, *, pinned: bool = False) -> None:
         """pinned: CUDA devices can reach it; needs torch"""
         self.num_tokens = num_tokens
-        self.views: Views = {}  # of snapshots that are no blocks: see Dense
+        self.views: Views = {}  # of snapshots that are not blocks: see Dense
         self._pinned = pinned
         self._memory = host_memory(0)
         self._used = 0  # bytes
@@ -105,13 +107,13 @@ class Room:
         return len(self._memory)
 
     def has(self, num_bytes: int) -> bool:
-        """Whether so many bytes are free."""
+        """True if num_bytes bytes are free."""
         return self._used + num_bytes <= len(self._memory)
 
     def clear(self, num_bytes: int, times: int = 1) -> None:
-        """Nobody needs what has been taken; num_bytes are needed next, and most likely as much
-        again, `times` in all.
+        """Frees everything that was taken. Then at least num_bytes bytes are free.
 
+        New memory has `times` times as many bytes, since the caller will likely need them.
         Raises StoreError if there is not enough memory.
         """
         self._used = 0
@@ -121,9 +123,10 @@ class Room:
             self._memory = host_memory(max(1, times) * num_bytes, pinned=self._pinned)
 
     def take(self, num_bytes: int) -> tuple[int, Bytes]:
-        """So many bytes, and where they begin in the room.
+        """Takes num_bytes bytes. Returns their offset in the room, and the bytes.
 
-        Raises ValueError if others have what is missing, StoreError if there is not enough memory.
+        Raises ValueError if too few bytes are free and others are in use, StoreError if there is
+        not enough memory.
         """
         if not self.has(num_bytes):
             if self._used:
@@ -134,12 +137,13 @@ class Room:
         return at, self._memory[at : at + num_bytes]
 
     def give_back(self, at: int) -> None:
-        """What was taken from here on is free."""
+        """Frees everything from offset `at` on."""
         self._used = at
 
     def cache(self, place: Placed, layers: Sequence[int]) -> CacheView:
-        """All snapshots like this one, as a paged cache: block i begins i * place.num_bytes bytes
-        into the room.
+        """Returns the room as a paged cache of snapshots with this place.
+
+        Block i begins i * place.num_bytes bytes into the room.
         """
         assert place.block is not None
         key = id(place.block), tuple(layers), place.num_bytes

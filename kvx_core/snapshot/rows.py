@@ -1,7 +1,8 @@
-"""Rows: K or V of all heads of a token in units that span heads, such as those of Q4_K.
+"""Copies rows: K or V of all heads of a token in units that span heads, such as units of Q4_K.
 
-A copy has the same heads at both ends, and a row has none. So numbers pass through a buffer of
-float32, a few tokens at a time: there a token's heads follow each other, and are a row as well.
+A copy needs the same heads at both ends, and a row has no heads. So numbers pass through a buffer
+of float32, a few tokens at a time. In the buffer the heads of a token follow one another, so that
+they can be read as a row too.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from kvx_core.snapshot.scales import has_vector_scales
 from kvx_core.snapshot.section import Section, device_of, ints_on, table_on
 from kvx_core.types import DType
 
-_BUFFER_BYTES = 4 << 20  # enough that calls cost little beside what they copy
+_BUFFER_BYTES = 4 << 20  # so large that a call costs little beside its copy
 
 
 class _Buffer:
-    """Float32 numbers of some tokens of one layer, and the rows that they come from or go to.
+    """A buffer for float32 numbers of some tokens of one layer, and views for copies.
 
-    heads:  a cache of the buffer with the heads of the layer
-    rows:   the same memory, as one head
-    stored: the tokens of the snapshot, as one head
+    heads:  the buffer as a cache with the heads of the layer
+    rows:   the buffer as a cache with one head
+    stored: the rows of the snapshot as a cache with one head
     """
 
     __slots__ = ("heads", "num_tokens", "rows", "stored")
@@ -63,7 +64,10 @@ def _as_one_head(dense: Dense) -> Dense:
 
 
 def _kv_of(section: Section) -> tuple[CacheView, list[Plane]]:
-    """K and V of a section without other planes, and the planes that they are, if in tiles."""
+    """Returns a view of K and V of a section without other planes, and the planes of K and V.
+
+    The second list is empty unless K and V are in tiles.
+    """
     tiles = [plane for plane in section.view.planes if is_kv(plane)]
     if tiles:
         return view_of_planes(section.view, tiles), tiles
@@ -73,9 +77,9 @@ def _kv_of(section: Section) -> tuple[CacheView, list[Plane]]:
 def rows_of(
     tensors: Mapping[str, Stored], layers: Iterable[int], heads: tuple[int, int]
 ) -> list[int]:
-    """Those of these layers of which units of K or V span heads.
+    """Returns the layers whose units of K or V span heads.
 
-    heads: that the tensors have: first, and one past the last
+    heads: of the tensors: first, and one past the last
     """
     return [
         layer
@@ -90,9 +94,9 @@ def rows_of(
 def unlike_rows(
     section: Section, layers: Sequence[int], tensors: Mapping[str, Stored]
 ) -> list[str]:
-    """Why K and V of these layers, which have rows, do not fit into the section.
+    """Returns why K and V of these layers, which have rows, do not fit into the section.
 
-    Through float32, units of the same format would not stay as they are.
+    A cache with the dtype of the rows is refused: float32 in between would change the units.
     """
     reasons = []
     for layer in layers:
@@ -113,7 +117,7 @@ def capture_rows(section: Section, dense: Dense, first_token: int) -> None:
     """Copies K and V of all tokens of a snapshot out of a section's cache.
 
     dense:       the snapshot, which has rows of these layers
-    first_token: position in the sequence of its first token
+    first_token: position in the sequence of the snapshot's first token
     Mutates the snapshot. Waits for a device.
     """
     device = device_of([section])
@@ -151,10 +155,10 @@ def restore_rows(
     first_token: int,
     stream: int | None,
 ) -> None:
-    """Copies K and V of tokens into the heads of a section's cache that the snapshot has.
+    """Copies K and V of tokens into a section's cache, for the heads that both have.
 
     dense:       the snapshot, which has rows of these layers
-    heads:       of the model that it has
+    heads:       the snapshot's heads of the model: first, and one past the last
     tokens:      positions in the sequence: the first, and one past the last
     first_token: position of the snapshot's first token
     Mutates the section's cache. Waits for a device.

@@ -1,4 +1,4 @@
-"""The scales of a view in the shapes of a snapshot, which has no blocks."""
+"""Reads, checks and describes scales of a view as a snapshot stores them, without blocks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.contents import SCALED
 from kvx_core.types import Layout, Memory, ScaleGranularity
 
-_LARGEST = 0x7E  # of E4M3, which is 448: 0x7f is NaN, and from 0x80 on numbers have a sign
+_LARGEST = 0x7E  # 448 in E4M3, the largest number: 0x7f is NaN, and 0x80 and above have a sign
 
 
 def bare(view: CacheView) -> CacheView:
-    """The layers of the view without scales, so that their bytes are copied unchanged."""
+    """Returns the view without scales and planes, so that copies do not change bytes of K and V."""
     if view.k_scales is None and view.v_scales is None and not view.planes:
         return view
     return replace(view, k_scales=None, v_scales=None, planes=())
 
 
 def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
-    """The scales of K or V, one per layer; None for a layer without scales, whose scale is 1."""
+    """Returns the scales of K or V, one per layer; None for a layer without, whose scale is 1.
+
+    kind: "k_scale" or "v_scale"
+    """
     scales: Sequence[ScaleDesc | None] = getattr(view, f"{kind}s") or (None,) * len(view.layers)
     tensors = (layer.tensors.get(kind[0]) for layer in view.layers)
     return tuple(
@@ -39,9 +42,9 @@ def scales_of(view: CacheView, kind: str) -> tuple[ScaleDesc | None, ...]:
 
 
 def has_vector_scales(view: CacheView) -> bool:
-    """Whether the scales of layers are per token and head.
+    """True if the scales of the layers are per token and head.
 
-    Raises UnsupportedError if only some are.
+    Raises UnsupportedError if only some of the scales are.
     """
     if view.k_scales is None and view.v_scales is None:
         return False
@@ -60,7 +63,7 @@ def has_vector_scales(view: CacheView) -> bool:
 
 
 def scale_shape(scale: ScaleDesc, num_tokens: int) -> tuple[int, ...]:
-    """The shape of a scale in a snapshot. Raises UnsupportedError for scales of blocks."""
+    """Returns the shape of a scale in a snapshot. Raises UnsupportedError for scales of blocks."""
     if scale.granularity is ScaleGranularity.PER_TENSOR:
         return (1,)
     if scale.granularity is ScaleGranularity.PER_HEAD:
@@ -74,7 +77,7 @@ def scale_shape(scale: ScaleDesc, num_tokens: int) -> tuple[int, ...]:
 
 
 def scales_as_cache(view: CacheView) -> CacheView:
-    """Scales per token and head as a cache of their own, with head_dim 1."""
+    """Returns the scales per token and head as a cache of their own, with head_dim 1."""
 
     def tensor(scale: ScaleDesc | None) -> TensorDesc | None:
         if scale is None:
@@ -94,13 +97,16 @@ def scales_as_cache(view: CacheView) -> CacheView:
     pairs = zip(scales_of(view, "k_scale"), scales_of(view, "v_scale"), strict=True)
     for k_scale, v_scale in pairs:
         k = tensor(k_scale)
-        assert k is not None  # by has_vector_scales
+        assert k is not None  # has_vector_scales has checked it
         layers.append(CacheDesc.from_kv(k, tensor(v_scale)))
     return replace(bare(view), layers=tuple(layers), facts=view.facts.of_parts())
 
 
 def scale_values(scale: ScaleDesc) -> npt.NDArray[np.float32]:
-    """Scales as float32, flat; those of a torch tensor are read back from its device."""
+    """Returns scales as a flat array of float32. Copies a torch tensor from its device to the host.
+
+    Raises InvalidArgumentError if a scale is invalid.
+    """
     if scale.memory is Memory.DEVICE and is_torch(scale.owner):
         values: npt.NDArray[np.float32] = scale.owner.float().cpu().numpy()
     else:
@@ -113,7 +119,10 @@ def scale_values(scale: ScaleDesc) -> npt.NDArray[np.float32]:
 
 
 def are_good(scales: npt.NDArray[Any]) -> bool:
-    """Whether all are finite and greater than zero; those of groups, bytes of E4M3, may be 0."""
+    """True if all scales are finite and greater than zero; scales of groups may be 0.
+
+    scales: floats, or scales of groups as bytes of E4M3
+    """
     if scales.dtype == np.uint8:
         return bool((scales <= _LARGEST).all())
     return bool((np.isfinite(scales) & (scales > 0)).all())

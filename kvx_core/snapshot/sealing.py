@@ -1,4 +1,4 @@
-"""Sealing: checks of a file's record and pieces, and their encryption.
+"""Sealing makes and compares the checks of a file's record and pieces, and encrypts them.
 
 Format: docs/store_format.md, "The record" and "Keys".
 """
@@ -25,7 +25,7 @@ class Sealing:
     """Checks, encrypts and decrypts the bytes of one file."""
 
     def __init__(self, clear: bytes, signer: Key | None, encrypter: Encryption | None) -> None:
-        """clear: the first CLEAR_BYTES of its record"""
+        """clear: the first CLEAR_BYTES of the file's record"""
         self.clear = clear
         self._signer = signer
         self._cipher: _Cipher | None = None
@@ -35,16 +35,16 @@ class Sealing:
 
     @classmethod
     def new(cls, text: RecordText, secrets: Secrets) -> Sealing:
-        """Of a file that is written now, with random bytes that no other file has."""
+        """Returns the Sealing of a new file, with random bytes that no other file has."""
         signer, encrypter = secrets.signer, secrets.encrypter
         random = bytes(RANDOM_BYTES) if encrypter is None else os.urandom(RANDOM_BYTES)
         signed_by, encrypted_by = (0 if key is None else key.id for key in (signer, encrypter))
         return cls(text.clear(signed_by, encrypted_by, random), signer, encrypter)
 
     def sealed_record(self, raw: bytes) -> bytes:
-        """A record as it is in the file.
+        """Returns a record as it is in the file, with its check and encrypted.
 
-        raw: all bytes before its check
+        raw: all bytes of the record before its check
         """
         whole = raw + self._check([raw], b"kvx record")
         if self._cipher is None:
@@ -52,7 +52,10 @@ class Sealing:
         return b"".join((self.clear, *self._cipher.encrypted(0, [whole[CLEAR_BYTES:]])))
 
     def opened_record(self, sealed: bytes) -> bytes | None:
-        """All bytes before the check of a record; None: they are not those that were written."""
+        """Decrypts and checks a record. Returns its bytes before the check; None: it has changed.
+
+        sealed: the record as it is in the file
+        """
         whole = sealed
         if self._cipher is not None:
             found = bytearray(len(sealed) - CLEAR_BYTES - TAG_BYTES)
@@ -66,9 +69,9 @@ class Sealing:
         )
 
     def sealed(self, index: int, views: Sequence[Buffer]) -> tuple[Sequence[Buffer], bytes]:
-        """The bytes of a piece as they are in the file, and its check.
+        """Returns the bytes of a piece as they are in the file, and the check of the piece.
 
-        views: where its bytes are, one after another
+        views: the bytes of the piece, which follow one another
         """
         if self._cipher is None:
             return views, self._check(views, b"kvx piece")
@@ -78,8 +81,9 @@ class Sealing:
         return [data], bytes(tag) + self._check([data], b"kvx piece")
 
     def is_good(self, check: bytes, views: Sequence[Buffer]) -> bool:
-        """Whether the bytes of a piece in the file are those that were written, as far as can be
-        told before they are decrypted.
+        """True if the check matches the bytes of a piece in the file.
+
+        Always true for a file that is encrypted and not signed: `decrypted` checks its pieces.
         """
         if self._cipher is not None:
             if self._signer is None:
@@ -90,10 +94,11 @@ class Sealing:
     def decrypted(
         self, index: int, check: bytes, data: memoryview, targets: Sequence[memoryview]
     ) -> bool:
-        """Decrypts the bytes of a piece of an encrypted file into `targets`, as long as they are
-        together; False: they are not those that were written.
+        """Decrypts a piece of an encrypted file into `targets`. Returns False if it has changed.
 
-        data: them, and TAG_BYTES behind them, which have other bytes meanwhile
+        data:    the bytes of the piece, and TAG_BYTES behind them, which are overwritten and put
+                 back
+        targets: have as many bytes together as the piece
         """
         assert self._cipher is not None
         behind = data[-TAG_BYTES:]
@@ -111,7 +116,7 @@ class Sealing:
         if self._signer is not None:
             data = views[0] if len(views) == 1 else b"".join(views)
             return self._signer.mac(memoryview(data), purpose)
-        if len(views) == 1:  # in one call
+        if len(views) == 1:  # one call is enough
             return xxh3_128_digest(views[0])
         digest = xxh3_128()
         for view in views:
@@ -123,22 +128,25 @@ class _Cipher:
     """AES-256-GCM with the key of one file."""
 
     def __init__(self, key: bytes, associated: bytes) -> None:
-        # An Encryption has been made, so they are there.
+        # An Encryption exists, so the library is installed.
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._aes, self._invalid_tag, self._associated = AESGCM(key), InvalidTag, associated
-        # Versions before 47 have none.
+        # Versions before 47 lack decrypt_into.
         self._decrypt_into: Any = getattr(self._aes, "decrypt_into", None)
 
     def encrypted(self, number: int, views: Sequence[Buffer]) -> tuple[memoryview, memoryview]:
-        """The encrypted bytes of all views, and their tag."""
+        """Returns the encrypted bytes of all views, and their tag."""
         data = memoryview(views[0] if len(views) == 1 else b"".join(views))
         found = memoryview(self._aes.encrypt(nonce_of(number), data, self._associated))
         return found[:-TAG_BYTES], found[-TAG_BYTES:]
 
     def decrypted(self, number: int, sealed: memoryview, targets: Sequence[memoryview]) -> bool:
-        """sealed: the encrypted bytes and their tag"""
+        """Decrypts into `targets`. Returns False if the bytes or their tag have changed.
+
+        sealed: the encrypted bytes and their tag
+        """
         nonce, own = nonce_of(number), self._associated
         try:
             if len(targets) == 1 and self._decrypt_into is not None:

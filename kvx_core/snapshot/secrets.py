@@ -1,7 +1,7 @@
-"""Secrets of a process: keys that sign the files of a store, and keys that encrypt them.
+"""Secrets are the keys of a process: signing keys and encryption keys for the files of a store.
 
-A process may have several of a sort: the first one writes, all of them read, so that keys are
-changed while engines run. Format: docs/store_format.md, "Keys".
+A process may have several keys of each sort: it writes with the first key and reads with all keys,
+so that keys can be changed while engines run. Format: docs/store_format.md, "Keys".
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvx_core._c.os_files import close
 from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 
-RANDOM_BYTES = 32  # of a file, which its own key is made of
+RANDOM_BYTES = 32  # of a file: the key of the file is derived from them
 TAG_BYTES = 16  # that encryption adds
 _MIN_BYTES, _MAX_BYTES = 32, 4096  # of a secret
 _DIGEST_BYTES = 32
-_ENDING = ".json"  # of records
+_ENDING = ".json"  # of the names of records
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Keyed BLAKE2b, 256 bits.
+    """A key for BLAKE2b digests of 256 bits.
 
-    secret: at least 32 bytes that nobody can guess, such as those of os.urandom
+    secret: at least 32 bytes that nobody can guess, such as os.urandom(32)
     Raises InvalidArgumentError.
     """
 
     secret: bytes = field(repr=False)
-    id: int = field(init=False, compare=False)  # differs between keys and reveals nothing of them
+    id: int = field(init=False, compare=False)  # differs between keys, reveals nothing about them
     _derived: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Key:
         object.__setattr__(self, "id", int.from_bytes(self.mac(b"", b"kvx name")[:8], "little"))
 
     def mac(self, data: bytes | memoryview, purpose: bytes) -> bytes:
-        """A keyed digest of `data`, 32 bytes.
+        """Returns a keyed digest of `data`, 32 bytes.
 
         purpose: at most 16 bytes; digests for different purposes differ
         """
@@ -54,7 +54,7 @@ class Key:
         ).digest()
 
     def digest(self, data: bytes | memoryview, purpose: bytes) -> str:
-        """`mac` in hex."""
+        """Returns `mac` in hex."""
         return self.mac(data, purpose).hex()
 
     @property
@@ -64,9 +64,9 @@ class Key:
 
 
 def check_secret(name: str, secret: object) -> None:
-    """Raises InvalidArgumentError unless it can be the secret of a key.
+    """Raises InvalidArgumentError unless `secret` can be the secret of a key.
 
-    name: what errors call it
+    name: the name of the secret in errors
     """
     found = instance(name, secret, bytes, f"at least {_MIN_BYTES} bytes that nobody can guess")
     if len(found) < _MIN_BYTES:
@@ -93,24 +93,24 @@ class Encryption:
                 "Install it: pip install 'cryptography>=42'"
             ) from None
         self.key = Key(secret)
-        self.id = self.key.id  # tells keys apart
+        self.id = self.key.id  # differs between keys
         self._cipher, self._invalid_tag = AESGCM, InvalidTag
 
     def file_key(self, random: bytes) -> bytes:
-        """The key of a file, 32 bytes.
+        """Returns the key of a file, 32 bytes.
 
-        random: RANDOM_BYTES of this file, and of no other
+        random: RANDOM_BYTES of this file; no other file has the same
         """
         return self.key.mac(random, b"kvx file key")
 
     def encrypted(
         self, random: bytes, number: int, data: bytes | memoryview, associated: bytes
     ) -> bytes:
-        """`data`, encrypted, and its tag of TAG_BYTES.
+        """Returns the encrypted `data`, and behind it a tag of TAG_BYTES.
 
-        random:     of the file
-        number:     of this piece of the file: no two have the same
-        associated: clear bytes that are authenticated with it
+        random:     RANDOM_BYTES of the file
+        number:     of this piece; no two pieces of a file have the same number
+        associated: clear bytes that are authenticated with the data
         """
         cipher = self._cipher(self.file_key(random))
         return cipher.encrypt(nonce_of(number), data, associated)
@@ -118,7 +118,7 @@ class Encryption:
     def decrypted(
         self, random: bytes, number: int, data: bytes | memoryview, associated: bytes
     ) -> bytes | None:
-        """What was `encrypted`; None if anything of it has changed, or it has another key."""
+        """Returns the data that `encrypted` encrypted; None if any argument or the key differs."""
         cipher = self._cipher(self.file_key(random))
         try:
             return cipher.decrypt(nonce_of(number), data, associated)
@@ -127,13 +127,13 @@ class Encryption:
 
 
 def nonce_of(number: int) -> bytes:
-    """The nonce of a piece of a file: its number, 12 bytes."""
+    """Returns the nonce of a piece of a file: its number, 12 bytes."""
     return number.to_bytes(12, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """The keys of a process, of each sort the one that writes first; () for none."""
+    """The keys of a process. The first key of each sort writes; () if there is no key."""
 
     signing: tuple[Key, ...] = ()
     encryption: tuple[Encryption, ...] = ()
@@ -144,8 +144,9 @@ class Secrets:
         key: bytes | Sequence[bytes] | None = None,
         encryption_key: bytes | Sequence[bytes] | None = None,
     ) -> Self:
-        """One key of at least 32 bytes, several with the one that writes first, or None.
+        """Makes Secrets of keys: each argument is one key, a list of keys, or None.
 
+        Each key has at least 32 bytes. The first key of a list writes.
         Raises InvalidArgumentError; UnsupportedError without the library `cryptography`.
         """
         return cls(
@@ -155,12 +156,12 @@ class Secrets:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether files are signed."""
+        """True if files are signed."""
         return bool(self.signing)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether files are encrypted."""
+        """True if files are encrypted."""
         return bool(self.encryption)
 
     @property
@@ -174,11 +175,11 @@ class Secrets:
         return self.encryption[0] if self.encryption else None
 
     def signer_of(self, id: int) -> Key | None:
-        """The key that has signed a file with this id of a key; None: it is not one of these."""
+        """Returns the signing key with this id; None if this process does not have it."""
         return next((key for key in self.signing if key.id == id), None)
 
     def encrypter_of(self, id: int) -> Encryption | None:
-        """The key that has encrypted a file with this id of a key; None: it is not one of these."""
+        """Returns the encryption key with this id; None if this process does not have it."""
         return next((key for key in self.encryption if key.id == id), None)
 
     @property
@@ -187,25 +188,26 @@ class Secrets:
         return self.signing or tuple(one.key for one in self.encryption)
 
     def mac_names(self, record: str) -> tuple[str, ...]:
-        """The names of the files that authenticate a record here, that of the writing key first.
+        """Returns the names of the MAC files of a record, one for each key; the writing key first.
 
-        record: its name in the store, such as "<space>/space.json"
+        record: the record's name in the store, such as "<space>/space.json"
         """
         return tuple(_mac_name(record, key) for key in self._of_records)
 
     def mac(self, record: str, raw: bytes) -> tuple[str, str] | None:
-        """The name and the content, 64 hex digits, of the file that is put beside a record here.
+        """Returns the name and the content, 64 hex digits, of the MAC file beside a record.
 
-        raw: the bytes of the record
         Returns None without keys.
+        raw: the bytes of the record
         """
         keys = self._of_records
         return (_mac_name(record, keys[0]), _mac(record, raw, keys[0])) if keys else None
 
     def check(self, record: str, raw: bytes, read: Callable[[str], bytes | None]) -> bool:
-        """Whether a record has been written with one of these keys; without keys, every one counts.
+        """True if the MAC file of one of these keys matches the record; always true without keys.
 
-        read: the bytes of a file of the store; None if it does not exist
+        raw:  the bytes of the record
+        read: returns the bytes of a file of the store; None if it does not exist
         """
         keys = self._of_records
         return not keys or any(
@@ -217,12 +219,13 @@ class Secrets:
 
 
 def read_key(path: Path, field: str = "key_files") -> bytes:
-    """Reads a key: all bytes of a file that only this user can read, and root.
+    """Reads a key from a file. Returns all bytes of the file.
 
-    field: what errors call it
+    field: the name of the setting in errors
 
-    Raises InvalidArgumentError if it is no regular file, too short or too long, if others can read
-    it, or if it is another user's: who then has the key, or has chosen it.
+    Raises InvalidArgumentError if the file is not a regular file, is too short or too long, if its
+    mode lets others access it, or if it belongs to a user other than this one and root, who would
+    know the key or may have chosen it.
     """
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
@@ -262,7 +265,7 @@ def read_key(path: Path, field: str = "key_files") -> bytes:
 
 
 def secret_of_variable(name: str) -> bytes:
-    """The key in an environment variable: its text. Raises InvalidArgumentError."""
+    """Returns the text of an environment variable as a key. Raises InvalidArgumentError."""
     text = os.environ.get(name)
     if text is None or len(text.encode()) < 32:
         found = "not set" if text is None else f"of {len(text.encode())} bytes"
@@ -274,7 +277,10 @@ def secret_of_variable(name: str) -> bytes:
 
 
 def _each(name: str, keys: bytes | Sequence[bytes] | None) -> Sequence[bytes]:
-    """Raises InvalidArgumentError."""
+    """Returns a sequence of the given keys. Raises InvalidArgumentError.
+
+    name: the name of the argument in errors
+    """
     if keys is None:
         return ()
     if isinstance(keys, bytes):

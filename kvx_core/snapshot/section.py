@@ -1,4 +1,4 @@
-"""Section: what one engine holds of a sequence."""
+"""A Section describes the layers and blocks of one sequence that one engine holds."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from kvx_core.types import BlockTableFormat, DType, Memory
 
 BlockIds = npt.NDArray[np.integer[Any]]
 _NO_BLOCKS: BlockIds = np.empty(0, np.int64)
-_WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # with entries for V
+_WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # have separate entries for V
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one engine holds of some layers of one sequence.
+    """Some layers of one sequence that one engine holds.
 
-    Layers that share a block table and facts; an engine with hybrid groups has several sections. A
-    view may have planes of these layers beside them, or in their place.
+    The layers share a block table and facts; an engine with hybrid groups has several sections. A
+    view may have planes of these layers beside K and V, or in their place.
     Raises InvalidArgumentError, UnsupportedError.
     """
 
-    layers: tuple[int, ...]  # index in the model of each of view.layers or, without, of its planes
-    view: CacheView  # facts.first_kv_head is known
+    layers: tuple[int, ...]  # indices in the model of view.layers, or else of the view's planes
+    view: CacheView  # view.facts.first_kv_head must be set
     block_table: BlockTable | None  # the row of the sequence, from its token 0; None: block 0
     encoding: str = VALUES
-    # Tokens of the sequence that planes of an entry per sequence stand for: needed to capture them.
+    # The number of tokens that the states stand for, from token 0 on. Needed to capture states.
     state_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,15 +92,15 @@ class Section:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The heads of the model that are held here: first, and one past the last."""
+        """The heads of the model that the section has: first, and one past the last."""
         first, layers = self.view.facts.first_kv_head or 0, self.view.layers
         return first, first + (layers[0].num_kv_heads if layers else num_heads_of(self.view.planes))
 
     @property
     def precision(self) -> Precision:
-        """Of K and V here, as far as facts.compute_dtype, facts.lossy and their dtypes show it.
+        """The precision of K and V, as facts.compute_dtype, facts.lossy and their dtypes show it.
 
-        Planes beside them are stored as they are: they count where there is no K.
+        Other planes are stored unchanged: they count only in a section without K.
         """
         if self.encoding != VALUES:
             return Precision.of(opaque=self.encoding)
@@ -114,7 +114,10 @@ class Section:
         return found.meet(lossy_of(view.facts))
 
     def alike(self) -> list[Section]:
-        """Sections of its layers whose K and V have the same dtypes, as `precision` counts them."""
+        """Returns a section for each set of layers with the same dtypes of K and V.
+
+        Other planes count only in a layer without K, as in `precision`.
+        """
         view = self.view
         dtypes: dict[int, set[tuple[DType, bool]]] = {layer: set() for layer in self.layers}
         for layer, cache in zip(self.layers, view.layers, strict=False):
@@ -129,11 +132,11 @@ class Section:
 
     @property
     def precisions(self) -> dict[int, Precision]:
-        """`precision` of each layer."""
+        """The `precision` of each layer."""
         return {layer: one.precision for one in self.alike() for layer in one.layers}
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of so many tokens as they are stored here; entries of several are complete ones."""
+        """Returns the bytes of num_tokens tokens in this cache. Counts only complete entries."""
         return num_tokens * self.view.bytes_per_token() + sum(
             PlaneKind.of(plane).num_entries(num_tokens) * plane.entry_bytes()
             for plane in self.view.planes
@@ -142,12 +145,12 @@ class Section:
 
     @property
     def first_tensor(self) -> Borrowed:
-        """K of its first layer or, without layers, its first plane: it says where calls run."""
+        """K of the first layer or, without layers, the first plane. Copies run on its device."""
         return self.view.layers[0].k if self.view.layers else self.view.planes[0]
 
     @property
     def tokens(self) -> Section | None:
-        """What it has of tokens: all but states; None: it has nothing else."""
+        """The section without its states; None if it has states alone."""
         planes = tuple(plane for plane in self.view.planes if plane.tokens_per_entry)
         if len(planes) == len(self.view.planes):
             return self
@@ -157,7 +160,7 @@ class Section:
 
     @property
     def states(self) -> Section | None:
-        """Its states, planes of an entry per sequence; None: it has none."""
+        """The section with its states alone, planes of one entry per sequence; None without any."""
         planes = tuple(plane for plane in self.view.planes if not plane.tokens_per_entry)
         is_whole = not self.view.layers and len(planes) == len(self.view.planes)
         return self if is_whole else self._of_planes(planes)
@@ -169,7 +172,7 @@ class Section:
         return replace(self, layers=held, view=view) if held else None
 
     def of(self, layers: Sequence[int]) -> Section:
-        """The same for some of its layers."""
+        """Returns the section with some of its layers alone."""
         if tuple(layers) == self.layers:
             return self
         view, table = self.view, self.block_table
@@ -188,7 +191,10 @@ class Section:
         return replace(self, layers=tuple(layers), view=view, block_table=table)
 
     def of_sequence(self, block_table: BlockTable | None) -> Section:
-        """The same for another sequence: only its table is checked. Raises InvalidArgumentError."""
+        """Returns the section with the table of another sequence. Checks the table alone.
+
+        Raises InvalidArgumentError.
+        """
         found, put = object.__new__(Section), object.__setattr__
         for name in Section.__slots__:
             put(found, name, getattr(self, name))
@@ -197,23 +203,29 @@ class Section:
         return found
 
     def has_null(self, start: int, stop: int) -> bool:
-        """Whether some of tokens `start` to `stop` are stored nowhere, be it in K, V or a plane.
+        """True if K, V or a plane of some of tokens `start` to `stop` lies in a null block.
 
         Raises OutOfRangeError if a table is too short, or has block ids that are out of range.
         """
         return any(null.any() for null in self.nulls(start, stop))
 
     def check_tables(self, start: int, stop: int) -> None:
-        """Raises OutOfRangeError as `has_null`, for any tensor. Reads tables alone."""
+        """Checks the tables of all tensors, and reads nothing else.
+
+        Raises OutOfRangeError as `has_null`.
+        """
         for _ in self.nulls(start, stop):
             pass
 
     def is_null(self, start: int, stop: int) -> bool:
-        """Whether all of them are stored nowhere, in all tensors. Raises OutOfRangeError."""
+        """True if all tensors of tokens `start` to `stop` lie in null blocks.
+
+        Raises OutOfRangeError as `has_null`.
+        """
         return all(null.all() for null in self.nulls(start, stop))
 
     def nulls(self, start: int, stop: int) -> Iterator[npt.NDArray[np.bool_]]:
-        """Which tokens or entries are stored nowhere, of all tensors that may differ in this.
+        """Yields masks of the tokens or entries in null blocks, for each tensor that may differ.
 
         Raises OutOfRangeError as `has_null`.
         """
@@ -223,7 +235,7 @@ class Section:
         view = replace(self.view, planes=planes) if planes else self.view
         span, lens = view.at(block_table=table, starts=[start]), SeqLens.of([stop - start])
         pointers = table is not None and table.has_planes
-        apart = table is not None and table.format in _WITH_V  # else V is where K is
+        apart = table is not None and table.format in _WITH_V  # else V has the blocks of K
         for layer, cache in enumerate(view.layers if pointers else view.layers[:1]):
             yield find_tokens(span, lens, layer=layer)["block"] < 0
             if apart and cache.v is not None:
@@ -243,14 +255,14 @@ class Section:
             )
 
     def check_reach(self, stop: int) -> None:
-        """Raises OutOfRangeError if the table of K and V is too short for the first tokens, or the
-        engine holds fewer.
+        """Raises OutOfRangeError if the table of K and V is too short for tokens 0 to `stop`, or if
+        the engine holds fewer tokens.
         """
         table = self.block_table
         if self.view.holds is not None:
             require_holds("section.view", self.view.at(block_table=table), [stop])
         if not self.view.layers:
-            return  # find_tokens says it of planes
+            return  # find_tokens checks planes
         num_tokens = self.view.layers[0].block_size
         if table is not None and table.format is BlockTableFormat.RAGGED:
             num_tokens = table.indices_count
@@ -263,12 +275,12 @@ class Section:
 
 
 def _in_order(name: str, value: Any) -> tuple[int, ...]:
-    """Indices of layers. Raises InvalidArgumentError for a set too, which has no order."""
+    """Returns indices of layers. Raises InvalidArgumentError, for a set too: it has no order."""
     return int64s(name, None if isinstance(value, (set, frozenset)) else value)
 
 
 def lossy_of(facts: CacheFacts) -> Precision:
-    """The formats that facts.lossy names. Raises InvalidArgumentError."""
+    """Returns the precision that facts.lossy names. Raises InvalidArgumentError."""
     if facts.lossy is None:
         return Precision()
     try:
@@ -281,7 +293,10 @@ def lossy_of(facts: CacheFacts) -> Precision:
 
 
 def device_of(sections: Sequence[Section]) -> Any:
-    """The torch device on which copies of these caches run; None: the host."""
+    """Returns the torch device on which copies of these caches run; None: the host.
+
+    Raises UnsupportedError if memory on a device does not belong to a torch tensor.
+    """
     first = sections[0].first_tensor
     if first.memory is Memory.HOST:
         return None
@@ -294,7 +309,7 @@ def device_of(sections: Sequence[Section]) -> Any:
 
 
 def ints_on(numbers: Sequence[int], device: Any) -> SeqLens:
-    """Numbers in memory that a copy on this device can read."""
+    """Returns numbers in memory that a copy on this device can read."""
     if device is None:
         return _ints_on_host(tuple(numbers))
     import torch
@@ -308,7 +323,7 @@ def _ints_on_host(numbers: tuple[int, ...]) -> SeqLens:
 
 
 def row_on_host(table: BlockTable | None) -> BlockIds | None:
-    """The block ids of a row, uncopied; None for a table of another format, or on a device."""
+    """Returns the block ids of a row without a copy; None if not PACKED, or if on a device."""
     if table is None or table.format is not BlockTableFormat.PACKED:
         return None
     if table.memory is not Memory.HOST:
@@ -317,7 +332,7 @@ def row_on_host(table: BlockTable | None) -> BlockIds | None:
     if isinstance(owner, np.ndarray) and owner.size == table.indices_count:
         blocks: BlockIds = owner.reshape(-1)
         if blocks.__array_interface__["data"][0] == table.indices:
-            return blocks  # the quick case of every step
+            return blocks  # the fast path of every step
     table.require_in_place("section.block_table")
     num_bytes = table.indices_count * table.index_dtype.itemsize
     dtype = table.index_dtype.array_name
@@ -325,7 +340,10 @@ def row_on_host(table: BlockTable | None) -> BlockIds | None:
 
 
 def table_on(table: BlockTable | None, device: Any) -> BlockTable | None:
-    """The table in memory that a copy on this device can read."""
+    """Returns the table in memory that a copy on this device can read.
+
+    Raises UnsupportedError for a table on the host that is not PACKED, if the cache is on a device.
+    """
     if table is None or device is None or table.memory is not Memory.HOST:
         return None if table is None else table.of_parts()
     import torch

@@ -27,13 +27,13 @@ def restore_all(
     stream: int | None = None,
     is_checked: bool = False,
 ) -> int:
-    """Snapshot.restore of snapshots that follow one another in a sequence.
+    """Restores snapshots that follow one another in a sequence, as Snapshot.restore.
 
-    start, stop: positions in the sequence: from the first snapshot into the last one
-    is_checked:  Snapshot.mismatch of these snapshots and the section has no reason
-    Snapshots are copied together if `can_join` of them and the section has K and V without scales
-    per vector and planes. Mutates the section's cache, except null blocks. Waits for a device.
-    Returns the bytes of these tokens as the section stores them.
+    start, stop: positions in the sequence: `start` in the first snapshot, `stop` in the last one
+    is_checked:  the caller knows that Snapshot.mismatch of each snapshot is empty
+    One copy restores all snapshots if `can_join` is true for them, and the section has K and V
+    without planes and without scales per token and head. Mutates the section's cache, except null
+    blocks. Waits for a device. Returns the bytes of these tokens as the section stores them.
     Raises StoreError if Snapshot.mismatch has a reason, InvalidArgumentError, UnsupportedError,
     OutOfRangeError.
     """
@@ -73,7 +73,7 @@ def restore_all(
             head_start=begin - heads[0],
         ),
         section.view.at(
-            block_table=None if table is None else table.with_holes(),  # null blocks are skipped
+            block_table=None if table is None else table.with_holes(),  # the copy skips null blocks
             starts=ints_on([start], device),
             head_start=begin - section.heads[0],
         ),
@@ -82,19 +82,21 @@ def restore_all(
         stream=stream,
     )
     if device is not None:
-        device_status(stream)  # waits: tables and memory that the device reads are freed now
+        device_status(stream)  # waits: tables and memory that the device reads are freed next
     return (stop - start) * section.view.bytes_per_token(end - begin)
 
 
 def _heads(snapshots: Sequence[Snapshot], section: Section) -> set[tuple[int, int]]:
-    """The ranges of heads that the snapshots have in layers of the section."""
+    """Returns the ranges of heads that the first snapshot has in layers of the section."""
     here = set(section.layers)
     return {part.heads for part in snapshots[0].header.parts if not here.isdisjoint(part.layers)}
 
 
 def can_join(snapshots: Sequence[Snapshot]) -> bool:
-    """Whether one copy can take all of them: blocks of a room that follow one another there and in
-    the sequence, of the same parts and formats. All but the last are full.
+    """True if one copy can restore all these snapshots.
+
+    They must be blocks that follow one another in a room and in the sequence, with the same parts
+    and formats, and all but the last must be full.
     """
     if not snapshots:
         return False

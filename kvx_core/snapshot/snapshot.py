@@ -1,11 +1,11 @@
-"""Snapshot: tokens of one sequence at rest, between the caches of any engines and a file.
+"""A Snapshot holds tokens of one sequence in memory or a file, to move them between any engines.
 
 A snapshot has the keys and values of a run of tokens, for some layers of a model and some heads of
-each: per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was captured
-from or in the format that the capture asks for; and planes beside them: (num_entries, num_heads,
-dim), or (1, num_heads, dim) of a state. It does not depend on block size, layout or block ids;
-facts, scales and precision are part of it. The file is safetensors. kvx_core.stores decides which
-file belongs to which prompt.
+each layer: per layer (num_tokens, num_kv_heads, head_dim), in the dtype of the cache that it was
+captured from or in the format that the capture asks for. Beside K and V it may have planes:
+(num_entries, num_heads, dim), or (1, num_heads, dim) for a state. It does not depend on block size,
+layout or block ids; facts, scales and precision are part of it. The file is safetensors.
+kvx_core.stores decides which file belongs to which prompt.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ _MAX_REASON = 500  # characters: strings in a file may be long
 class Snapshot:
     """Tokens of one sequence in some layers and heads, with the data in memory or still in a file.
 
-    One that was opened by path keeps the file open until `close`, the end of a `with`, or until it
-    is freed.
+    A snapshot that was opened by path keeps the file open until `close`, the end of a `with`, or
+    until it is freed.
     """
 
     header: Header
     tokens: npt.NDArray[np.int64]
     tensors: dict[str, Stored] = field(repr=False)
     memory: Bytes | None = field(default=None, repr=False, compare=False)
-    file: ChunkFile | None = field(default=None, repr=False, compare=False)  # if data is in it
-    lease: Lease | None = field(default=None, repr=False, compare=False)  # of memory of a pool
-    room: Room | None = field(default=None, repr=False, compare=False)  # that the memory is of
+    file: ChunkFile | None = field(default=None, repr=False, compare=False)  # if it has the data
+    lease: Lease | None = field(default=None, repr=False, compare=False)  # of a pool's memory
+    room: Room | None = field(default=None, repr=False, compare=False)  # owns the memory
     at: int = field(default=0, repr=False, compare=False)  # bytes, from the start of the room
-    place: Placed | None = field(default=None, repr=False, compare=False)  # of tensors there
+    place: Placed | None = field(default=None, repr=False, compare=False)  # of the tensors
     name: str = "the snapshot"  # for messages
-    kind: object = field(default=None, repr=False, compare=False)  # of its file in a store
+    kind: object = field(default=None, repr=False, compare=False)  # of a file in a store
 
     @classmethod
     @takes(sections=each_is_a(Section))
@@ -105,17 +105,19 @@ class Snapshot:
         precision: Precisions | None = None,
         format: StorageFormat | DType | str | None = None,
     ) -> Self | None:
-        """Copies tokens of a sequence out of caches, into new memory of the host.
+        """Copies tokens of a sequence from caches to new host memory. Returns the snapshot.
 
-        tokens:    their ids; the first one is token `start` of the sequence in every section
-        sections:  none holds a layer of another; their heads and head_dims may differ
-        precision: the coarsest precision that the values had before they came into these caches, of
-                   all layers or a list, of each layer of the model; None: not coarser than
-                   Section.precision
-        format:    what K and V are converted to, such as "q8_0", see StorageFormat; None: they stay
-                   as they are. `restore` converts them to what the cache has. If they are rounded,
-                   CacheFacts.lossy in the header names the format. Planes stay as they are
-        Returns when the caches may change again; None if a block of these tokens is null.
+        tokens:    token ids; the first one is token `start` of the sequence in every section
+        sections:  no two hold the same layer; their heads and head_dims may differ
+        prefix:    an opaque key of the tokens before these
+        precision: the coarsest precision that the values had before they came into these caches:
+                   one for all layers, or a list with one for each layer of the model; None: not
+                   coarser than Section.precision
+        format:    the format that K and V are converted to, such as "q8_0", see StorageFormat;
+                   None: K and V stay as they are. `restore` converts them to the dtype of its
+                   cache. If numbers are rounded, CacheFacts.lossy in the header names the format.
+                   Other planes stay as they are
+        The caches may change again after the call. Returns None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         snapshot = cls.reserve(
@@ -145,7 +147,7 @@ class Snapshot:
         Call `fill` once for each layer, and `settle` before the caches change. Arguments, result
         and errors are those of `capture`.
 
-        pool: whose memory this snapshot has as long as it lives; None: new memory
+        pool: lends its memory to the snapshot as long as the snapshot lives; None: new memory
         """
         ids = token_ids(tokens)
         if not len(ids):
@@ -159,9 +161,9 @@ class Snapshot:
     def reserve_of(
         cls, chunks: Chunks, tokens: npt.NDArray[np.int64], *, start: int, prefix: str = ""
     ) -> Self | None:
-        """`reserve` for one of the chunks of a run of tokens: quicker, if there are several.
+        """Reserves a snapshot as `reserve`, for one of several chunks of a run of tokens: faster.
 
-        tokens: those of the run from position `start` on
+        tokens: token ids of the chunk, which begins at position `start`
         """
         reserved = chunks.reserve(start, len(tokens))
         if reserved is None:
@@ -172,7 +174,7 @@ class Snapshot:
 
     @staticmethod
     def fill_all(snapshots: Iterable[Snapshot], section: Section) -> None:
-        """`fill` for each of these snapshots of one sequence, with as few copies as can be."""
+        """Fills each of these snapshots of one sequence, with as few copies as possible."""
         leased = []
         for one in snapshots:
             if one.lease is None:
@@ -183,9 +185,11 @@ class Snapshot:
 
     @takes(section=is_a(Section))
     def fill(self, section: Section) -> None:
-        """Copies the layers of a section given to `reserve`, or of Section.of some of its layers.
+        """Copies layers of a section into this snapshot.
 
-        Mutates this snapshot. Waits for a device only where the units of the format span heads.
+        section: a section that `reserve` was given, or Section.of some of its layers
+        Mutates this snapshot. Waits for a device only if the units of the format span heads, or to
+        read scales per tensor or head from it.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         if self.lease is not None:
@@ -248,13 +252,15 @@ class Snapshot:
         max_header_bytes: int = MAX_HEADER_BYTES,
         num_tokens: int | None = None,
     ) -> Self:
-        """Opens the snapshot in a file; reads only its header, which has the tokens.
+        """Opens the snapshot in a file. Reads the header alone, which has the tokens.
 
         source: a path of a regular file; or a file open for reading, unbuffered, which the caller
                 keeps open as long as data is read
-        name:   of an open file, for messages
-        key:    the file must be signed with it, or with one of these; None: it must not be signed
-        num_tokens: that it must have: it may say any number; None: any
+        name:   the name of an open file in messages
+        key:    the file must be signed with this key, or with one of these keys; None: the file
+                must not be signed
+        max_header_bytes: longer headers are refused
+        num_tokens: the number of tokens that the file must have; None: any number
         Raises CorruptError if `save` did not write these bytes, UnsignedError if the file is not
         signed with the key, StoreError if it cannot be read.
         """
@@ -264,7 +270,7 @@ class Snapshot:
 
     @classmethod
     def of_file(cls, found: Loaded) -> Self:
-        """What has been read of a file."""
+        """Returns a snapshot of the data that was read from a file."""
         return cls(
             found.header,
             found.tokens,
@@ -277,15 +283,16 @@ class Snapshot:
         )
 
     def save(self, target: Path | BinaryIO, *, key: bytes | None = None) -> None:
-        """Writes the snapshot; the file is not synced. Raises StoreError if it cannot be written.
+        """Writes the snapshot to a file. Does not sync the file.
 
         target: a path, overwritten if it exists; or a new file that is open for writing
-        key:    signs the file; None: it is not signed
+        key:    signs the file; None: the file is not signed
+        Raises StoreError if it cannot be written.
         """
         write_snapshot(target, self, Secrets.of(key))
 
     def close(self) -> None:
-        """Closes the file if it was opened by path. Data that has been read stays."""
+        """Closes the file if it was opened by path. Data that was read stays valid."""
         if self.file is not None and isinstance(self.file.file, OpenFile):
             self.file.file.close()
 
@@ -297,24 +304,24 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
     def cache_bytes(self) -> int:
-        """What num_bytes would be without a format: K and V as the cache had them."""
+        """The value of num_bytes without a format: with K and V as the cache had them."""
         return cache_bytes_of(self.tensors)
 
     @takes(layers=int64s)
     def names_of(self, layers: Iterable[int]) -> list[str]:
-        """The tensors of these layers."""
+        """Returns the names of the tensors of these layers."""
         return names_of(self.header, self.tensors, tuple(layers))
 
     @takes(num_tokens=or_none(integer))
     def memory_for(self, layers: Iterable[int], num_tokens: int | None = None) -> int:
-        """Bytes of memory that `read` needs for these layers.
+        """Returns the bytes of memory that `read` needs for these layers.
 
-        num_tokens: of the room that they go to; None: new memory
+        num_tokens: Room.num_tokens of the room that `read` gets; None: new memory
         """
         longest = len(self.tokens) if num_tokens is None else num_tokens
         names = tuple(self.names_of(layers))
@@ -322,10 +329,11 @@ class Snapshot:
 
     @takes(layers=int64s)
     def read(self, layers: Iterable[int], room: Room | None = None) -> Snapshot:
-        """The same snapshot with the data of some layers in memory, every byte checked.
+        """Reads the data of some layers into memory, and checks every byte of it.
 
-        room: whose memory it takes, of which it `has` as much as memory_for(layers,
-              room.num_tokens); None: new memory
+        Returns a snapshot that has the data of these layers alone.
+        room: gives the memory; room.has(memory_for(layers, room.num_tokens)) must be true; None:
+              new memory
         Raises CorruptError if the data has changed, StoreError if it cannot be read.
         """
         if self.file is None:
@@ -334,9 +342,10 @@ class Snapshot:
 
     @takes(section=is_a(Section))
     def mismatch(self, section: Section) -> list[str]:
-        """Why the section cannot take its layers from here: a sentence each, or none.
+        """Returns the reasons why the section cannot take its layers from this snapshot.
 
-        Layers and heads that only one of the two has are no reason.
+        Each reason is a sentence; without reasons the list is empty. Layers and heads that only one
+        of the two has are no reason.
         """
         reasons = []
         facts = section.view.facts
@@ -367,13 +376,14 @@ class Snapshot:
         return [reason[:_MAX_REASON] for reason in reasons]
 
     def restore(self, section: Section, start: int, stop: int, *, stream: int | None = None) -> int:
-        """Copies tokens `start` to `stop` into the layers and heads that both have.
+        """Copies tokens `start` to `stop` into a section's cache, for layers and heads of both.
 
         start, stop: positions in the sequence, within this snapshot
         Mutates the section's cache, except null blocks. Waits for a device.
         Returns the bytes of these tokens as the section stores them.
-        Raises StoreError if `mismatch` has a reason or planes have no entries that begin at `start`
-        or end at `stop`, InvalidArgumentError, UnsupportedError, OutOfRangeError.
+        Raises StoreError if `mismatch` has a reason, if a plane has no entry that begins at
+        `start`, or if there is a state and `stop` is not the end of the snapshot;
+        InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         end = self.header.start + len(self.tokens)
         start = integer("start", start, self.header.start, end)
@@ -403,18 +413,19 @@ class Snapshot:
 
     @takes(name=text)
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A tensor in memory. numpy has no BF16 and FP8: these have another dtype of their size.
+        """Returns a tensor. numpy lacks BF16 and FP8: such a tensor has another dtype of its size.
 
         Units of several numbers are bytes, along the last axis.
         """
         return self._dense.array(name)
 
     def digest(self) -> str:
-        """SHA-256 of tokens and tensors in memory: their names, formats, shapes and stored bytes.
+        """Returns the SHA-256 of the tokens and the tensors in memory, in hex.
 
-        Two captures of the same tokens in the same format have the same digest if and only if all
-        of these are equal. So a lossy snapshot is compared with the cache that it came from by
-        capturing that again: `verify` compares numbers, which a lossy format has changed.
+        It covers the names, formats, shapes and stored bytes of tensors. Two captures of the same
+        tokens in the same format have the same digest if and only if all of these are equal. To
+        compare a lossy snapshot with the cache that it came from, capture the cache again: `verify`
+        compares numbers, which a lossy format has changed.
         """
         found = hashlib.sha256(self.tokens.tobytes())
         for name in sorted(self.tensors):
@@ -432,7 +443,7 @@ class Snapshot:
 
     @property
     def _layers(self) -> set[int]:
-        """The layers that `tensors` has something of."""
+        """The layers that have a tensor here, or a plane without a complete entry."""
         return {layer_of(name) for name in self.tensors} | {
             kind.layer
             for part in self.header.parts

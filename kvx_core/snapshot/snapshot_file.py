@@ -1,4 +1,4 @@
-"""Files of snapshots: written as entries of stores are, with their kind in them.
+"""Writes and reads the files of snapshots: they are like entries of stores, and contain their kind.
 
 Format: docs/store_format.md, "Snapshots".
 """
@@ -40,7 +40,7 @@ from kvx_core.snapshot.record import (
 )
 from kvx_core.snapshot.secrets import Secrets
 
-_FIRST_BYTES = 16 << 10  # of the first read: most headers are shorter
+_FIRST_BYTES = 16 << 10  # that the first read reads: most headers are shorter
 _EARLIER = b'{"__metadata__":{"kvx_snapshot":'  # of format 2
 _NO_PARENT = bytes(32)
 # Without O_NONBLOCK, opening a FIFO waits for its other end.
@@ -48,10 +48,10 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_snapshot(target: Path | BinaryIO, snapshot: Contents, secrets: Secrets) -> None:
-    """Writes a file, which is not synced. Raises StoreError; InvalidArgumentError if the snapshot
-    has its data in a file.
+    """Writes a snapshot to a file. Does not sync the file.
 
-    target: a path, overwritten if it is there, or a new file that is open for writing
+    target: a path, overwritten if it exists, or a new file that is open for writing
+    Raises StoreError; InvalidArgumentError if the data of the snapshot is in a file.
     """
     if not isinstance(target, Path) and not hasattr(target, "write"):
         raise bad_argument("target", target, "a pathlib.Path, or a file open for writing")
@@ -71,7 +71,7 @@ def write_snapshot(target: Path | BinaryIO, snapshot: Contents, secrets: Secrets
 
 
 def _parts(snapshot: Contents, secrets: Secrets) -> list[memoryview]:
-    """The bytes of the file of a snapshot."""
+    """Returns the bytes of the file of a snapshot, as parts that follow one another."""
     header, num_tokens = snapshot.header, len(snapshot.tokens)
     if not 0 <= header.start <= MAX_POSITION or not num_tokens:
         raise StoreError(f"it has {num_tokens} tokens from {header.start} on")
@@ -93,7 +93,7 @@ def open_snapshot(
     max_header_bytes: int,
     num_tokens: int | None,
 ) -> ChunkFile:
-    """The file of a snapshot, whose head has been read and checked.
+    """Opens the file of a snapshot, and reads and checks its head.
 
     Arguments and errors are those of Snapshot.open. A file that was opened by path is an OpenFile.
     """
@@ -123,7 +123,10 @@ def open_snapshot(
 def _read_head(
     file: BinaryIO | OpenFile, name: str, secrets: Secrets, most: int, num_tokens: int | None
 ) -> ChunkFile:
-    """most: bytes of the header"""
+    """Reads and checks the head of a file.
+
+    most: bytes that the header may have
+    """
     size = regular_size(file, name)
     first = bytearray(min(_FIRST_BYTES, size))
     read_at(file.fileno(), [memoryview(first)], 0)
@@ -167,9 +170,9 @@ def _form_of(begin: bytes, name: str) -> Form:
 
 
 def _kind_in(head: bytearray, end: int, form: Form, secrets: Secrets, name: str) -> Kind:
-    """The kind in the head of a file. It is parsed if it is what was written with the record.
+    """Returns the kind in the head of a file. Parses it only after the record has confirmed it.
 
-    end: of the record's digits
+    end: offset behind the record's digits
     """
     try:
         sealed = unhexlify(head[RECORD_AT:end])
@@ -191,7 +194,7 @@ def _kind_in(head: bytearray, end: int, form: Form, secrets: Secrets, name: str)
 
 
 def _opened(path: Path, flags: int) -> int:
-    """A handle of a regular file. Raises OSError, ValueError."""
+    """Opens a regular file. Returns its handle. Raises OSError, ValueError."""
     file = os.open(path, flags | _FLAGS, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -1,4 +1,4 @@
-"""StorageFormat: the format in which snapshots and stores keep K and V."""
+"""A StorageFormat is the format in which snapshots and stores keep K and V."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.types import Axis, DType
 
-# Formats whose numbers need nothing beside them: floats, and units that have their own scales. FP8
-# and S8 get a scale for each token and head, NVFP4 for each group of 16 numbers.
+# The formats that K and V can be stored in: floats, and units that contain their own scales. FP8
+# and S8 get a scale for each token and head, NVFP4 gets one for each group of 16 numbers.
 _NAMES = {
     dtype: NVFP4.name if dtype.format.grouped else dtype.name.lower()
     for dtype in DType
@@ -28,11 +28,12 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StorageFormat:
-    """What K and V are converted to before they are stored. Other planes stay as they are.
+    """The format that K and V are converted to before they are stored. Other planes do not change.
 
     dtype:  None: K and V are stored as the cache has them; F4_E2M1: NVFP4
-    coding: how their bytes are encoded in a file, without a loss; "": they are not
-    Raises InvalidArgumentError for what is no dtype or coding of K and V, and for both at once.
+    coding: the lossless encoding of their bytes in a file; "": the bytes are not encoded
+    Raises InvalidArgumentError if `dtype` or `coding` is not one that K and V can have, and if both
+    are given.
     """
 
     dtype: DType | None = None
@@ -57,9 +58,10 @@ class StorageFormat:
 
     @classmethod
     def of(cls, format: object) -> Self:
-        """The format of this name, such as "q8_0", or of a DType; None: as the cache has them.
+        """Returns the format with a name, such as "q8_0", or of a DType.
 
-        Raises InvalidArgumentError for what is no format of numbers.
+        format: None: K and V are stored as the cache has them
+        Raises InvalidArgumentError if `format` is not a format of numbers.
         """
         if format is None or isinstance(format, cls):
             return format or cls()
@@ -80,12 +82,12 @@ class StorageFormat:
 
     @property
     def name(self) -> str:
-        """As `of` takes it; "": K and V are stored as the cache has them."""
+        """The name that `of` takes; "": K and V are stored as the cache has them."""
         return self.coding if self.dtype is None else _NAMES[self.dtype]
 
     @property
     def precision(self) -> Precision:
-        """The numbers that stored values can be; all numbers, if they are stored as they are."""
+        """The precision of stored values; all numbers if they are stored as the cache has them."""
         if self.dtype is None:
             return Precision()
         if self.dtype.format.grouped:
@@ -93,12 +95,12 @@ class StorageFormat:
         return Precision.of(self.dtype, vector_scales=self.dtype.format.scaled)
 
     def is_lossy_for(self, precision: Precision) -> bool:
-        """Whether values of this precision are rounded when they are stored.
+        """True if values of this precision are rounded when they are stored.
 
         FP8, S8 and units of several numbers count as rounded in every other format: their numbers
-        are multiplied by scales. So do numbers that another format has let grow past the largest of
-        this one: 65504, computed in F16, is 65536 in a BF16 cache and infinity in F16. Where dtypes
-        of tensors differ, `rounds` says it of each.
+        are multiplied by scales. Numbers count as rounded too if their format has larger numbers
+        than this format: 65504, computed in F16, is 65536 in a BF16 cache and infinity in F16. If
+        the dtypes of tensors differ, use `rounds`, which checks each tensor.
         """
         if self.dtype is None:
             return False
@@ -111,10 +113,10 @@ class StorageFormat:
         )
 
     def rounds(self, section: Section) -> bool:
-        """Whether some K or V of a section is rounded when it is stored.
+        """True if some K or V of a section is rounded when it is stored.
 
-        Each is asked for itself: the precision of a section is the coarsest of them.
-        Raises InvalidArgumentError if facts.lossy of the section names no formats.
+        Checks each dtype of K and V: the precision of the section is the coarsest of all of them.
+        Raises InvalidArgumentError if facts.lossy of the section does not name formats.
         """
         if section.encoding != VALUES or not self.converts(section):
             return False
@@ -125,9 +127,9 @@ class StorageFormat:
         return any(self._rounds(d, Precision.of(d, *computed).meet(before)) for d in found)
 
     def _rounds(self, dtype: DType, precision: Precision) -> bool:
-        """Whether a tensor of this dtype is rounded if it is converted.
+        """True if conversion rounds a tensor of this dtype.
 
-        precision: of its values, which may have come from a coarser format
+        precision: of the tensor's values, which may have come from a coarser format
         """
         if dtype.numbers > 1 and not dtype.format.scaled:
             return dtype is not self.dtype
@@ -136,18 +138,17 @@ class StorageFormat:
         return self.is_lossy_for(precision)
 
     def _overflows(self, dtype: DType) -> bool:
-        """Whether floats of that dtype may be larger than any of this format."""
+        """True if the largest float of `dtype` exceeds the largest float of this format."""
         own, other = (None if d is None else d.format.rounding for d in (self.dtype, dtype))
         return own is not None and other is not None and other.largest > own.largest
 
     def converts(self, section: Section) -> bool:
-        """Whether K or V of a section has another dtype than they are stored in."""
+        """True if storing a section converts some K or V: its dtype is not that of this format."""
         return self.dtype is not None and any(d is not self.dtype for _, d, _ in _tensors(section))
 
     def check(self, section: Section) -> None:
-        """Raises if K and V of a section cannot be stored in this format.
-
-        Raises InvalidArgumentError, UnsupportedError.
+        """Raises InvalidArgumentError, UnsupportedError if this format cannot hold K and V of a
+        section.
         """
         dtype = self.dtype
         for name, found, _ in _tensors(section) if self.coding else ():
@@ -188,7 +189,7 @@ class StorageFormat:
             )
 
     def _check_groups(self, section: Section) -> None:
-        """Raises if K and V are not whole groups of numbers that have a scale."""
+        """Raises InvalidArgumentError if a head_dim is not a multiple of GROUP."""
         for name, _, head_dim in _tensors(section):
             if head_dim % GROUP:
                 raise InvalidArgumentError(
@@ -199,24 +200,24 @@ class StorageFormat:
 
 
 def _is_format(dtype: object) -> bool:
-    """Whether K and V can be converted to it. Plain ints are rejected."""
+    """True if K and V can be converted to `dtype`. False for plain ints."""
     return isinstance(dtype, DType) and dtype in _NAMES
 
 
 def _words(given: object) -> str:
-    """An argument, for a message."""
+    """Returns an argument in words, for a message."""
     return f"DType.{given.name}" if isinstance(given, DType) else repr(str(given)[:100])
 
 
 def _dtype_of(word: str) -> DType:
-    """The dtype of one of Precision.formats; INVALID for opaque bytes."""
+    """Returns the dtype of one of Precision.formats; INVALID for opaque bytes."""
     if word in _DTYPES:
         return _DTYPES[word]
     return DType.__members__.get(word.removesuffix("_row").upper(), DType.INVALID)
 
 
 def _tensors(section: Section) -> Iterator[tuple[str, DType, int]]:
-    """Name, dtype and head_dim of each K and V."""
+    """Yields the name, dtype and head_dim of each K and V."""
     view = section.view
     for layer, cache in zip(section.layers, view.layers, strict=False):
         dims = {"k": cache.head_dim, "v": cache.v_head_dim}

@@ -7,15 +7,18 @@ import re
 from typing import Any
 
 _MAX_DEPTH = 8
-# What is left without strings. NaN and Infinity have capitals.
+# The characters of JSON outside of strings. NaN and Infinity have capitals, and do not match.
 _PLAIN = re.compile(rb"[\[\]{}:,0-9eE+\-. \t\r\na-z]*")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_TOO_LARGE = re.compile(rb"[0-9]{19}")  # for 64 bits; such strings of digits also take long
+_TOO_LARGE = re.compile(rb"[0-9]{19}")  # may exceed 64 bits; parsing many digits is slow too
 
 
 def strict_json(raw: bytes) -> Any:
-    """The value of a JSON text. Raises nothing but ValueError; takes time linear in its length."""
-    # Without escaped characters every quote begins or ends a string.
+    """Parses a JSON text. Returns its value.
+
+    Raises nothing but ValueError. Takes time linear in the length of the text.
+    """
+    # Once escaped characters are removed, every quote begins or ends a string.
     words = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     bare = b" ".join(words[::2])
     if not len(words) % 2:

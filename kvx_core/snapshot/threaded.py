@@ -1,4 +1,4 @@
-"""Work on many bytes in several threads of this process, begun before somebody waits for it."""
+"""Runs work on many bytes in several threads, which begin before the caller waits for results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import ref
 
 from kvx_core._c import abi
 
-_LEAST_BYTES = 4 << 20  # below it, handing work to threads costs more than it saves
+_LEAST_BYTES = 4 << 20  # with fewer bytes, handing work to threads costs more than it saves
 _MAX_THREADS = 8  # of one job
 
 _T = TypeVar("_T")
@@ -19,9 +19,9 @@ _R = TypeVar("_R")
 
 
 def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> list[_R]:
-    """[work(item) for item in items], in several threads if num_bytes is large.
+    """Returns [work(item) for item in items], computed in several threads if num_bytes is large.
 
-    Raises what the first of these calls raises that fails; later ones may not be made then.
+    Raises the error of the first item whose call fails. Calls for later items may be left out then.
     """
     if num_bytes < _LEAST_BYTES or len(items) < 2:
         return [work(item) for item in items]
@@ -29,27 +29,29 @@ def in_threads(work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) ->
 
 
 class Job(Generic[_T, _R]):
-    """Calls of `work` for items, begun in their order.
+    """Calls of `work` for items. The calls begin in the order of the items.
 
-    Helpers begin at once if num_bytes is large; who asks for the results works too, and waits for
-    no helper that has not begun: jobs may be made in jobs, and helpers may be busy for ever.
+    If num_bytes is large, helper threads begin at once. The thread that calls `results` works too.
+    It does not wait for helpers that have not begun: jobs may start jobs, and helpers may be busy
+    for ever.
     """
 
     def __init__(self, work: Callable[[_T], _R], items: Sequence[_T], num_bytes: int) -> None:
         self._work, self._items = work, items
         self._results: list[Any] = [None] * len(items)
-        self._next = self._running = 0  # the item that is begun next; items that are being done
-        self._error: tuple[int, BaseException] | None = None  # of the first item that has failed
+        self._next = self._running = 0  # the next item to begin; the number of calls that run
+        self._error: tuple[int, BaseException] | None = None  # of the first item that failed
         self.num_helpers = 0
         if num_bytes >= _LEAST_BYTES and items:
-            self._changed = threading.Condition(threading.Lock())  # of the three above
+            self._changed = threading.Condition(threading.Lock())  # guards the three above
             most = min(_num_threads(), _MAX_THREADS) - 1
             self.num_helpers = _helpers.help(self, min(most, len(items)))
 
     def results(self) -> list[_R]:
-        """What the calls return, in the order of the items. Asked for once.
+        """Returns the results of the calls, in the order of the items. Call it once.
 
-        Raises what the first of them raises that fails; later ones may not be made then.
+        Raises the error of the first item whose call fails. Calls for later items may be left out
+        then.
         """
         if not self.num_helpers:
             return [self._work(item) for item in self._items]
@@ -66,7 +68,7 @@ class Job(Generic[_T, _R]):
         return results
 
     def stop(self) -> None:
-        """Begins no more calls, and waits for those that have begun."""
+        """Begins no more calls, and waits for the calls that have begun."""
         if not self.num_helpers:
             return
         with self._changed:
@@ -78,7 +80,7 @@ class Job(Generic[_T, _R]):
             self._changed.wait_for(lambda: not self._running)
 
     def run(self) -> None:
-        """Makes calls until all have begun. Raises nothing: see `results`."""
+        """Makes calls until all calls have begun. Raises nothing: `results` raises errors."""
         while True:
             with self._changed:
                 at = self._next
@@ -100,22 +102,25 @@ class Job(Generic[_T, _R]):
 
 
 class _Helpers:
-    """Threads of this process, kept: to start them takes as long as to read a megabyte.
+    """Keeps threads of this process: starting them takes as long as reading a megabyte.
 
-    They are daemons: a disk that never answers keeps no process from ending.
+    The threads are daemons: a disk that never answers does not keep the process from ending.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """A forked child has none of its parent's."""
+        """Forgets the threads: a forked child does not have the threads of its parent."""
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[ref[Job[Any, Any]]] = SimpleQueue()
         self._num_threads = 0
 
     def help(self, job: Job[Any, Any], most: int) -> int:
-        """Has at most so many threads run a job as long as somebody has it. Returns how many."""
+        """Hands a job to at most `most` threads. Returns the number of threads.
+
+        A thread skips the job if nobody refers to it any more.
+        """
         with self._lock:
             try:
                 while self._num_threads < most:
@@ -123,7 +128,7 @@ class _Helpers:
                     own = (self._jobs,)
                     threading.Thread(target=_serve, args=own, name=name, daemon=True).start()
                     self._num_threads += 1
-            except RuntimeError:  # the process ends, or may not have more threads
+            except RuntimeError:  # the process is ending, or may not start more threads
                 pass
             found = min(most, self._num_threads)
         for _ in range(found):
@@ -136,7 +141,7 @@ def _serve(jobs: SimpleQueue[ref[Job[Any, Any]]]) -> None:
         job = jobs.get()()
         if job is not None:
             job.run()
-        del job  # or it would stay, with its memory, until there is another one
+        del job  # else the thread would keep the job and its memory until the next job
 
 
 _helpers = _Helpers()
@@ -144,7 +149,10 @@ os.register_at_fork(after_in_child=_helpers.forget)
 
 
 def _num_threads() -> int:
-    """As many as a large copy on the host uses: cores of this process, or what it was told."""
+    """Returns the number of threads that a large copy on the host uses.
+
+    It is the number of cores of this process, or the number that the process was told to use.
+    """
     info = abi.kvx_backend_info_t()
     abi.check(abi.library().kvx_backend_info(info))
     return int(info.num_threads)

@@ -1,4 +1,4 @@
-"""Stores of snapshots: the files (blobs), and which prompt each belongs to (prefix)."""
+"""Stores of snapshots: `Directory` holds files, and `PrefixStore` finds the files of a prompt."""
 
 from kvx_core.snapshot import (
     CorruptError,

@@ -1,7 +1,6 @@
-"""Whether a directory can be a store for this process at all, asked before an engine starts.
+"""Checks, before an engine starts, that this process can use a directory as a store.
 
-Nothing is written. A failure that may pass, such as a server that does not answer, is not an error
-here.
+Writes nothing. Ignores failures that may pass, such as a server that does not answer.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ _RIGHTS = (errno.EACCES, errno.EPERM)
 def check_access(directory: Directory, *, writes: bool) -> None:
     """Checks a directory, or the nearest folder above it that exists.
 
-    writes: whether this process is to store something there, not only to read
-    Raises InvalidArgumentError if `directory` is no directory, if this user may not read it or,
-    with `writes`, write there, or if the disk is full and there is nothing to delete.
+    writes: True if this process will store files there, False if it only reads
+    Raises InvalidArgumentError if `directory` is not a directory or this user may not read it.
+    With `writes`, also if this user may not write there, or if the disk is full and the store has
+    no file to delete.
     """
     root = above = os.path.abspath(directory.root)
     while not os.path.lexists(above):

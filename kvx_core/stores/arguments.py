@@ -1,4 +1,4 @@
-"""Checks of arguments of a PrefixStore, see kvx_core.argument_checks.takes."""
+"""Checks the arguments of a PrefixStore. See kvx_core.argument_checks.takes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvx_core.stores.covers import Heads, heads_of
 from kvx_core.stores.match import Match
 from kvx_core.stores.names import is_key
 
-_MAX_SPANS = 1 << 20  # of one sequence: more than any has, and a list of them is 150 MB
+_MAX_SPANS = 1 << 20  # in one sequence: more than any has; a list of so many is 150 MB
 
 
 def model(value: Any) -> tuple[str, bytes]:
-    """The fingerprint of a model, and the text of its record; b"" if that is not known.
+    """Returns the fingerprint of a model and the text of its record, b"" if only a string is given.
 
     Raises InvalidArgumentError.
     """
@@ -41,19 +41,22 @@ def model(value: Any) -> tuple[str, bytes]:
 
 
 def accept(name: str, value: Any) -> str:
-    """A word. Raises InvalidArgumentError."""
+    """Returns "same" or "lossy". Raises InvalidArgumentError for any other value."""
     return one_of(name, value, "same", "lossy")
 
 
 def node(name: str, value: Any) -> str:
-    """The key of all tokens before a chunk. Raises InvalidArgumentError."""
+    """Returns the key of all tokens before a chunk. Raises InvalidArgumentError."""
     if not is_key(instance(name, value, str, "one of nodes(tokens)")):
         raise bad_argument(name, value, "one of nodes(tokens)")
     return str(value)
 
 
 def heads(name: str, value: Any) -> Heads:
-    """A range of heads, or one for each of some layers. Raises InvalidArgumentError."""
+    """Returns one range of heads, or a tuple with a range for each of some layers.
+
+    Raises InvalidArgumentError.
+    """
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
         if all(_is_range(one) for one in value):
             return tuple(value)
@@ -62,7 +65,7 @@ def heads(name: str, value: Any) -> Heads:
 
 
 def _is_range(value: Any) -> bool:
-    """Whether it is a range of heads as this package writes them: the quick case of every save."""
+    """True for a range of heads as this package writes it: the quick path of every save."""
     if type(value) is not tuple or len(value) != 2:
         return False
     first, last = value
@@ -70,7 +73,7 @@ def _is_range(value: Any) -> bool:
 
 
 def _range(name: str, value: Any) -> tuple[int, int]:
-    """First, and one past the last. Raises InvalidArgumentError."""
+    """Returns the first head and one past the last. Raises InvalidArgumentError."""
     found = int64s(name, value)
     if len(found) != 2 or not 0 <= found[0] < found[1]:
         raise InvalidArgumentError(f"{name} is {value}, expected first and one past the last head")
@@ -94,7 +97,7 @@ CHUNK: dict[str, Check] = {
 
 
 def of_layers(name: str, value: Any, num_layers: int) -> tuple[int, ...]:
-    """A number for every layer. Raises InvalidArgumentError."""
+    """Returns a number of heads for every layer. Raises InvalidArgumentError."""
     if isinstance(value, (list, tuple)):
         found = int64s(name, value)
         if len(found) != num_layers or min(found) < 0 or not any(found):
@@ -106,7 +109,7 @@ def of_layers(name: str, value: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def precisions(value: Any, num_layers: int) -> tuple[Precision, ...]:
-    """A precision for every layer. Raises InvalidArgumentError."""
+    """Returns a precision for every layer. Raises InvalidArgumentError."""
     each = tuple(value) if isinstance(value, (list, tuple)) else (value,) * num_layers
     if len(each) != num_layers or not all(isinstance(p, Precision) and p.formats for p in each):
         raise InvalidArgumentError(
@@ -119,7 +122,7 @@ def precisions(value: Any, num_layers: int) -> tuple[Precision, ...]:
 def check_part(kv_heads: Sequence[int], layers: Sequence[int], heads: Heads) -> None:
     """Raises InvalidArgumentError unless a model has these layers and heads.
 
-    kv_heads: of each layer of the model
+    kv_heads: the number of KV heads (or of state heads) of each layer of the model
     """
     if not layers or not 0 <= min(layers) <= max(layers) < len(kv_heads):
         raise InvalidArgumentError(
@@ -139,7 +142,10 @@ def check_part(kv_heads: Sequence[int], layers: Sequence[int], heads: Heads) -> 
 
 
 def check_chunk(start: int, stop: int, base: int, end: int, chunk_tokens: int) -> None:
-    """Raises InvalidArgumentError unless start to stop is a chunk of tokens `base` to `end`."""
+    """Raises InvalidArgumentError unless tokens `start` to `stop` are a chunk or its first tokens.
+
+    They must lie within tokens `base` to `end`.
+    """
     if start % chunk_tokens or not 0 <= base <= start < stop <= min(start + chunk_tokens, end):
         raise InvalidArgumentError(
             f"start is {start} and stop is {stop} of tokens {base} (base) to {end}, which are "
@@ -148,7 +154,7 @@ def check_chunk(start: int, stop: int, base: int, end: int, chunk_tokens: int) -
 
 
 def check_range(start: int, stop: int, end: int) -> None:
-    """Raises InvalidArgumentError unless a match of `end` tokens has tokens `start` to `stop`."""
+    """Raises InvalidArgumentError unless `start` to `stop` lie within a match of `end` tokens."""
     if not 0 <= start <= stop <= end:
         raise InvalidArgumentError(
             f"start is {start}, stop is {stop}, expected 0 <= start <= stop <= {end}, the tokens "
@@ -157,7 +163,7 @@ def check_range(start: int, stop: int, end: int) -> None:
 
 
 def check_spans(num_tokens: int, chunk_tokens: int) -> None:
-    """Raises InvalidArgumentError if these are more tokens than a sequence can have."""
+    """Raises InvalidArgumentError if `num_tokens` are more tokens than a sequence can have."""
     if num_tokens > _MAX_SPANS * chunk_tokens:
         raise InvalidArgumentError(
             f"num_tokens is {num_tokens}, expected at most {_MAX_SPANS * chunk_tokens}: "

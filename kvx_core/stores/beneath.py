@@ -1,4 +1,7 @@
-"""Opens and makes files and folders below a directory handle. Never follows a symbolic link."""
+"""Opens, makes and deletes files and folders below a directory handle.
+
+Never follows a symbolic link.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO waits for a writer.
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-NOTHING = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # for fstat only, of any kind of file
+NOTHING = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # for fstat only; any kind of file
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # no folder of this name
 
@@ -51,7 +54,8 @@ def open_beneath(root: int, path: str, flags: int) -> int:
 
     path:  words with "/" between them, none of them empty or ".."; "" is the root
     flags: FOLDER, FILE or NOTHING
-    Raises OSError: ELOOP or ENOTDIR if a word is a symbolic link.
+    Raises OSError: ELOOP or ENOTDIR if a word is a symbolic link. With NOTHING, a link that is the
+    last word is opened itself.
     """
     handle = _open(root, path or ".", flags)
     return open_by_folders(root, path, flags) if handle is None else handle
@@ -60,12 +64,14 @@ def open_beneath(root: int, path: str, flags: int) -> int:
 def fetch_beneath(
     root: int | None, path: str, views: tuple[Buffer, ...], least: int, most: int
 ) -> OpenFile | None:
-    """Opens a regular file, marks it as used and fills `views` with its first bytes: in one call
-    where the kernel can.
+    """Opens a regular file, marks it as used and fills `views` with its first bytes. Does all of
+    this in one call where the kernel has openat2.
 
-    root: None: the path is that of a file to which no link leads
-    Returns None if the kernel has no call for that path, or a link is on it.
-    Raises OSError, ENXIO if it is no regular file.
+    root:        None: `path` is not relative to a handle, and should contain no symbolic link
+    least, most: `views` are filled only if the file has `least` to `most` bytes
+    Returns None only if `root` is None: if the kernel has no openat2, `path` contains a link, or a
+    folder of `path` is a file.
+    Raises OSError; ENXIO if `path` is not a regular file.
     """
     handle, size, count = _read_file(
         _CURRENT if root is None else root, os.fsencode(path), least, most, views
@@ -76,16 +82,16 @@ def fetch_beneath(
             raise OSError(-count, os.strerror(-count), path)
         wanted = sum(len(memoryview(view)) for view in views)
         if least <= size <= most and count < min(size, wanted):
-            found.num_bytes = count  # it has become shorter
+            found.num_bytes = count  # the file has become shorter
         return found
     if root is None and -handle in (errno.ELOOP, errno.ENOTDIR):
-        return None  # a link leads there now, or the root is a file
+        return None  # `path` contains a link now, or the root is a file
     if -handle not in _UNAVAILABLE:
         raise OSError(-handle, os.strerror(-handle), path)
     if root is None:
         return None
     opened = open_by_folders(root, path, FILE)
-    with suppress(OSError):  # it may be another user's
+    with suppress(OSError):  # the file may belong to another user
         os.utime(opened)
     return first_bytes(opened, views, least, most)
 
@@ -104,7 +110,7 @@ def _open(folder: int, path: str, flags: int) -> int | None:
 
 
 def open_by_folders(root: int, path: str, flags: int) -> int:
-    """The same as open_beneath for kernels without openat2."""
+    """Does the same as open_beneath where openat2 is not available: opens folder by folder."""
     *folders, last = path.split("/") if path else ["."]
     handle = root
     try:
@@ -131,9 +137,9 @@ def sync_folder(handle: int) -> None:
 def make_folders(
     root: int, path: str, mode: int, changed: Callable[[int], None] = sync_folder
 ) -> int:
-    """A handle of the folder at `path`. Missing folders are made with this mode.
+    """Opens the folder at `path` and returns a handle. Makes missing folders with this mode.
 
-    changed: called with a handle of each folder in which one was made
+    changed: called with a handle of each folder in which a new folder was made
     Raises OSError.
     """
     with suppress(FileNotFoundError):
@@ -144,7 +150,7 @@ def make_folders(
 def make_missing(
     root: int, path: str, mode: int, changed: Callable[[int], None] = sync_folder
 ) -> int:
-    """The same for a folder that was missing just now."""
+    """Does the same as make_folders, for a folder that was missing just now: makes it first."""
     above, _, word = path.rpartition("/")
     parent = make_folders(root, above, mode, changed) if above else os.dup(root)
     try:
@@ -165,7 +171,7 @@ def make_missing(
 
 
 def set_mode(handle: int, mode: int) -> None:
-    """Sets the mode of a new file or folder, whatever the umask. Raises OSError."""
+    """Sets the mode of a new file or folder; the umask does not count. Raises OSError."""
     try:
         os.fchmod(handle, mode)
     except OSError as error:
@@ -182,12 +188,16 @@ def sync_file_system(handle: int) -> None:
 
 @cache
 def _how(flags: int) -> ctypes.Array[ctypes.c_uint64]:
-    """struct open_how: flags, mode, resolve."""
+    """Returns a struct open_how: flags, mode, resolve."""
     return (ctypes.c_uint64 * 3)(flags, 0, _RESOLVE_NO_SYMLINKS)
 
 
 def remove_beneath(root: int, name: str, remove: Callable[..., None]) -> int | None:
-    """Deletes a file or an empty folder if it exists; its bytes, or None. Raises OSError."""
+    """Deletes a file or an empty folder. Returns its bytes, or None if it did not exist.
+
+    remove: os.unlink or os.rmdir
+    Raises OSError.
+    """
     path, _, last = name.rpartition("/")
     try:
         folder = open_beneath(root, path, FOLDER)
@@ -204,5 +214,5 @@ def remove_beneath(root: int, name: str, remove: Callable[..., None]) -> int | N
 
 
 def allocated(status: os.stat_result) -> int:
-    """Bytes on the disk; 0 on file systems that do not say."""
+    """Returns the bytes that a file takes on the disk; 0 on file systems that do not say."""
     return status.st_blocks * 512

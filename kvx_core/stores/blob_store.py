@@ -1,6 +1,7 @@
-"""Where the files of a store lie. A new place is a class with put, open, names and delete.
+"""BlobStore: the interface of a place that holds the files of a store.
 
-Names and contents of the files are decided elsewhere: docs/store_format.md.
+A class for a new place defines put, open, names and delete. docs/store_format.md defines the names
+and contents of files.
 """
 
 from __future__ import annotations
@@ -21,52 +22,54 @@ from kvx_core.stores.usage import Usage
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-MAX_WORDS = 8  # of a name
+MAX_WORDS = 8  # in a name
 _WORD = re.compile(r"(?!\.)[ -.0-~]+")
 _NAME = re.compile(f"{_WORD.pattern}(?:/{_WORD.pattern}){{0,{MAX_WORDS - 1}}}")
 
 Write = Callable[[BinaryIO], None]
-Put = bool | StoreError  # what a put returns: whether the name is new; or why it was not stored
+Put = bool | StoreError  # True: stored; False: the name existed; an error: the file is not stored
 
 
 class BlobStore(ABC):
     """Files by name. A name is words with "/" between them; the same name has the same content.
 
-    Names that are none raise InvalidArgumentError: see check_name. Threads may share a store, and
-    any number of processes the files of one.
+    A name that check_name refuses raises InvalidArgumentError. Threads may share a BlobStore; any
+    number of processes may share its files.
     """
 
-    root: Path | None = None  # the directory that the files lie in, if they do
-    max_bytes: int | None = None  # that the files may have; None: there is no limit
-    usage: Usage | None = None  # counts of the files; None: nobody counts them
+    root: Path | None = None  # the directory of the files; None: they are not in a directory
+    max_bytes: int | None = None  # the limit for all files together; None: no limit
+    usage: Usage | None = None  # counts files and bytes; None: nobody counts them
 
     @abstractmethod
     def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
-        """Stores what `write` writes: all of it or nothing.
+        """Stores a file with the content that `write` writes: all of it or nothing.
 
-        write:   gets a new unbuffered file that it can write to and seek in. Called again with
+        write:   takes a new unbuffered file, writes to it and may seek in it. Called again with
                  another file if the disk was full or the file was deleted meanwhile
-        durable: returns when the file stays whatever fails. Otherwise others may see a part of it
-                 while it is written, and a process or machine that fails may leave it with any
-                 content, or not at all
-        Returns False if the name exists already; `write` may then not be called.
-        Raises StoreError, and what `write` raises except OSError.
+        durable: True: when `put` returns, the file survives any failure. False: others may see a
+                 part of the file while it is written, and a process or machine that fails may
+                 leave it with any content, or not at all
+        Returns True if the file was stored, False if the name existed already; in that case
+        `write` may not have been called.
+        Raises StoreError, and whatever `write` raises except OSError.
         """
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO | None:
-        """The file of a name, unbuffered and with a handle, which the caller closes; marks it as
-        used now.
+        """Opens a file for reading and marks it as used now.
 
-        None if it does not exist (any more) or is no regular file.
-        Raises StoreError if it cannot be opened now.
+        Returns an unbuffered file with a handle, which the caller closes. Returns None if the file
+        does not exist (any more) or is not a regular file.
+        Raises StoreError if the file cannot be opened now.
         """
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """The names, without their path, of the files and folders directly in a folder.
+        """Returns the names, without their path, of the files and folders directly in a folder.
 
-        folder: "" is that of all others. None are in one that does not exist or cannot be read
+        folder: "" is the top folder
+        Returns an empty list if the folder does not exist or cannot be read.
         """
 
     @abstractmethod
@@ -76,10 +79,11 @@ class BlobStore(ABC):
     def fetch(
         self, name: str, views: tuple[Buffer, ...], least: int = 0, most: int = -1
     ) -> OpenFile | None:
-        """`open`, and the first bytes of the file at once.
+        """Does the same as `open`, and reads the first bytes of the file at once.
 
-        views: at most 64, filled as far as the file goes if it has `least` to `most` bytes
-        None and errors are those of `open`; StoreError also if it cannot be read.
+        views: at most 64 buffers, filled as far as the file goes if it has `least` to `most` bytes
+        Returns None and raises errors as `open` does; also raises StoreError if the file cannot be
+        read.
         """
         file = self.open(name)
         if file is None:
@@ -91,16 +95,18 @@ class BlobStore(ABC):
             raise StoreError(f"{self.path_of(name)} cannot be read: {error}") from error
 
     def folder(self) -> int | None:
-        """A handle of the directory that files lie below by their names, for who opens them there
-        and follows no symbolic link; the caller closes it. None: `fetch` opens them.
+        """Returns a handle of the directory below which each file lies under its own name.
+
+        The caller closes the handle, opens files below it directly, and must follow no symbolic
+        link. None: the caller opens files with `fetch`.
         """
         return None
 
     def put_all(self, files: Sequence[tuple[str, Write]], num_bytes: int = 0) -> list[Put]:
-        """`put` for each name and `write`: what it returns, or the StoreError that it raises.
+        """Calls `put` for each name and `write`. Returns each result, or the StoreError it raised.
 
-        num_bytes: of all files, as far as it is known: if they are large, several threads may call
-                   `write`, each for another file
+        num_bytes: the bytes of all files together, as far as known. If files are large, several
+                   threads may call `write` at the same time, each for a different file
         """
         return [self._put_one(name, write) for name, write in files]
 
@@ -111,25 +117,26 @@ class BlobStore(ABC):
             return error
 
     def replace(self, name: str, write: Write, *, durable: bool = True) -> bool:
-        """`put`, for a file whose content may change: deletes what has the name.
+        """Does the same as `put` for a file whose content may change: deletes the old file first.
 
-        In between there is none. Returns False if another writer was first. Raises as `put`.
+        For a moment no file has the name. Returns False if another writer was first. Raises the
+        errors of `put`.
         """
         self.delete(name)
         return self.put(name, write, durable=durable)
 
     def is_there(self, name: str) -> bool:
-        """Whether the file exists; marks it as used now. Raises StoreError."""
+        """True if the file exists. Marks it as used now. Raises StoreError."""
         file = self.open(name)
         if file is not None:
             file.close()
         return file is not None
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """The content of a small file; None if it does not exist. Marks it as used now.
+        """Returns the content of a small file, None if it does not exist. Marks it as used now.
 
-        Raises StoreError if it cannot be read; CorruptError if it has more bytes than `most_bytes`,
-        of which no more are read.
+        Raises StoreError if the file cannot be read; CorruptError if it has more than `most_bytes`
+        bytes, of which at most one more is read.
         """
         file = self.open(name)
         if file is None:
@@ -149,7 +156,7 @@ class BlobStore(ABC):
         )
 
     def path_of(self, name: str) -> str:
-        """What messages call a file."""
+        """Returns the path of a file for messages; its name if the store has no root."""
         return name if self.root is None else f"{self.root}/{name}"
 
 
@@ -164,5 +171,5 @@ def check_name(name: str) -> None:
 
 
 def is_word(text: str) -> bool:
-    """Whether it can be a word of a name."""
+    """True if `text` can be a word of a name."""
     return _WORD.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""Directory: a BlobStore on a file system, which many processes may share."""
+"""Directory: a BlobStore in a directory of a file system, which many processes may share."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from kvx_core.stores.usage import Usage
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-_MAX_NAMES = 1 << 16  # that `names` returns
-_FEW = 4  # files, from which on it is quicker to sync them together
-_LARGE = 1 << 20  # bytes of a file; smaller ones are written by one thread
-_TRIES = 5  # when other processes delete what a call is using
-_NO_HELP_SECONDS = 60  # pause after dropping files did not help
+_MAX_NAMES = 1 << 16  # `names` returns at most so many
+_FEW = 4  # files: with so many or more, syncing them together is quicker
+_LARGE = 1 << 20  # bytes of an average file; smaller files are written by one thread
+_TRIES = 5  # of one call, when other processes delete the files that it uses
+_NO_HELP_SECONDS = 60  # without dropping files again, after dropping them did not help
 _FUTURE_SECONDS = 60  # a time of last use further ahead than this is wrong
 
 _NO_FILE = (*ABSENT, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
-_GONE = (errno.ENOENT, errno.ESTALE)  # deleted during use; NFS may report it late (ESTALE)
+_GONE = (errno.ENOENT, errno.ESTALE)  # deleted during use; ESTALE: NFS may report it late
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _RIGHTS = "Give this user the right to, or share the store with its group: `group`"
@@ -64,11 +64,11 @@ _WAYS_OUT = {
 
 
 class Directory(BlobStore):
-    """A BlobStore in a directory, which processes, their threads and machines may share.
+    """A BlobStore in a directory, which threads, processes and machines may share.
 
     A file gets its name when it is complete and on the disk; until then it lies in the folder
-    ".tmp". Symbolic links are followed in the path of the root, and none below it. Nothing stays
-    open between two calls: the directory may be deleted and made again.
+    ".tmp". Symbolic links are followed in the path of the root, and nowhere below it. Nothing stays
+    open between two calls, so the directory may be deleted and made again.
     """
 
     root: Path
@@ -77,11 +77,11 @@ class Directory(BlobStore):
     def __init__(
         self, root: Path | str, max_bytes: int | None = None, *, group: Group = "none"
     ) -> None:
-        """root:      made by the first `put`
-        max_bytes: on the disk; `put` trims when there are about that many. None: when the disk is
-                   full
-        group:     what users in the group of the directory may do, whatever the umask: nothing
-                   ("none", folders 0700 and files 0600), "read" (2750, 0640) or "write" too (2770,
+        """root:      the path of the directory, which the first `put` makes
+        max_bytes: `put` trims when files take about so many bytes on the disk. None: `put` deletes
+                   files when the disk is full
+        group:     the access of users in the directory's group, whatever the umask: "none" (folders
+                   0700, files 0600), "read" (2750, 0640) or "write", which includes reading (2770,
                    0660). An existing directory keeps its mode, and so does everything on a file
                    system without modes
         Raises InvalidArgumentError.
@@ -100,14 +100,14 @@ class Directory(BlobStore):
         folder_mode, file_mode = MODES[group]
         self._temporaries = Temporaries(folder_mode, file_mode)
         self._new = NewFiles(self._root, self.root, folder_mode, self._temporaries)
-        self._room = 0  # bytes to put until the next trim
+        self._room = 0  # bytes that can be put before the next trim
         self._next_drop = 0.0
         self._lock, self._process = Lock(), os.getpid()
 
     def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
-        """As BlobStore.put.
+        """Does what BlobStore.put says.
 
-        If the disk is full, the least recently used files are deleted until there is room.
+        If the disk is full, deletes the least recently used files until there is room.
         """
         check_name(name)
         handled = sys.exception()
@@ -121,7 +121,7 @@ class Directory(BlobStore):
             finally:
                 with suppress(OSError):
                     status = os.fstat(handle)
-                    reached = status.st_size + allocated(status)  # some set the size first
+                    reached = status.st_size + allocated(status)  # some writers set the size first
 
         while True:
             before, reached = reached, 0
@@ -143,11 +143,11 @@ class Directory(BlobStore):
         return num_bytes is not None
 
     def put_all(self, files: Sequence[tuple[str, Write]], num_bytes: int = 0) -> list[Put]:
-        """As BlobStore.put_all.
+        """Does what BlobStore.put_all says.
 
-        On a disk of this machine they are synced together: 64 files of 0.5 MB in a tenth of the
-        time. All are open at once. A file that cannot be written with the others is put alone.
-        Several threads write large files; they get their names in this order.
+        On a local disk, syncs four or more files together: 64 files of 0.5 MB take a tenth of the
+        time. All of them are open at once. A file that cannot be written with the others is put
+        alone. Several threads write large files. Files get their names in the order of `files`.
         """
         done: dict[int, Put] = {}
         with suppress(OSError, StoreError), self._new.place() as place, ExitStack() as stack:
@@ -156,7 +156,7 @@ class Directory(BlobStore):
                     check_name(name)
 
                 def write_one(file: tuple[str, Write]) -> Written | bool | None:
-                    """False: the name exists; None: it is put alone."""
+                    """Writes one file. False: the name exists; None: it must be put alone."""
                     with suppress(OSError, StoreError):
                         return stack.enter_context(self._new.written(place, *file)) or False
                     return None
@@ -184,7 +184,7 @@ class Directory(BlobStore):
             self._make_room(num_bytes, self.max_bytes)
 
     def open(self, name: str) -> BinaryIO | None:
-        """As BlobStore.open."""
+        """Does what BlobStore.open says."""
         found = self.fetch(name, ())
         if found is None:
             return None
@@ -195,7 +195,7 @@ class Directory(BlobStore):
     def fetch(
         self, name: str, views: tuple[Buffer, ...], least: int = 0, most: int = -1
     ) -> OpenFile | None:
-        """As BlobStore.fetch."""
+        """Does what BlobStore.fetch says."""
         check_name(name)
         try:
             path = self._root.path_of(name)
@@ -213,7 +213,9 @@ class Directory(BlobStore):
         return found
 
     def folder(self) -> int | None:
-        """As BlobStore.folder; None where a subclass has a `fetch` of its own."""
+        """Does what BlobStore.folder says. None if a subclass overrides `fetch`, or the root cannot
+        be opened.
+        """
         if getattr(self.fetch, "__func__", None) is not Directory.fetch:
             return None
         try:
@@ -222,9 +224,9 @@ class Directory(BlobStore):
             return None
 
     def names(self, folder: str) -> list[str]:
-        """As BlobStore.names; empty for a folder that cannot be read.
+        """Does what BlobStore.names says; returns at most 65,536 names.
 
-        Leaves out what cannot be a word of a name. At most 65,536 of them.
+        Leaves out names that cannot be a word of a store's name.
         """
         if not isinstance(folder, str) or folder:
             check_name(folder)
@@ -247,11 +249,11 @@ class Directory(BlobStore):
         return found
 
     def delete(self, name: str) -> None:
-        """As BlobStore.delete; deletes folders that become empty as well."""
+        """Does what BlobStore.delete says, and deletes folders that become empty."""
         self._delete(name)
 
     def _delete(self, name: str) -> bool:
-        """Returns whether this call has deleted it."""
+        """Deletes a file. Returns True if this call has deleted it. Raises StoreError."""
         check_name(name)
         try:
             root = self._open_root(name, "deleted")
@@ -260,7 +262,7 @@ class Directory(BlobStore):
         try:
             num_bytes = remove_beneath(root, name, os.unlink)
             folder = name.rpartition("/")[0]
-            with suppress(OSError):  # not empty, or of another user
+            with suppress(OSError):  # it is not empty, or another user owns it
                 while folder:
                     remove_beneath(root, folder, os.rmdir)
                     folder = folder.rpartition("/")[0]
@@ -273,11 +275,11 @@ class Directory(BlobStore):
         return num_bytes is not None
 
     def trim(self) -> int:
-        """Deletes temporary files whose writer is dead and, if files have more than max_bytes, the
-        least recently used ones until a tenth of max_bytes is free.
+        """Deletes temporary files whose writer is dead. If files take more than max_bytes, deletes
+        the least recently used ones until a tenth of max_bytes is free.
 
-        Files directly in the root stay, and so do records (.json, .mac), until their space has no
-        entries and they were not used for a day. Returns the bytes of the files that are left.
+        Keeps files directly in the root. Keeps records (.json, .mac) until their space has no
+        entries and nobody has used them for a day. Returns the bytes of the files that are left.
         Raises StoreError.
         """
         found, now = self._listed("trimmed", clean=True)
@@ -289,17 +291,19 @@ class Directory(BlobStore):
         return left
 
     def files(self, unread: list[str] | None = None) -> list[File]:
-        """Time of last use, bytes on the disk and name of each file, the least recent first.
+        """Returns the time of last use, bytes on the disk and name of each file, the least recently
+        used first. Leaves out files directly in the root.
 
-        unread: gets the folders that cannot be read, each with the reason
-        Times are in seconds since 1970. Deletes nothing. Empty if there is no directory. Raises
-        StoreError.
+        unread: a list to which each folder that cannot be read is appended, with the reason
+        Times are in seconds since 1970. Deletes nothing. Returns an empty list if the directory
+        does not exist. Raises StoreError.
         """
         return self._listed("listed", unread=unread)[0]
 
     def free_bytes(self) -> int:
-        """Bytes that this user can still write on the disk, also of a directory that is not made
-        yet. Raises StoreError.
+        """Returns the bytes that this user can still write on the disk.
+
+        The directory need not exist yet. Raises StoreError.
         """
         path = os.path.abspath(self.root)
         while not os.path.lexists(path):
@@ -311,7 +315,10 @@ class Directory(BlobStore):
         return space.f_bavail * space.f_frsize
 
     def _put(self, name: str, write: Write, durable: bool) -> int | None:
-        """The bytes of a new file on the disk; None if the name existed. Raises OSError too."""
+        """Stores a file. Returns its bytes on the disk, None if the name existed.
+
+        Raises StoreError and OSError.
+        """
         if not durable:
             return self._new.write_in_place(name, write)
         with self._new.place() as place, self._new.written(place, name, write) as written:
@@ -320,7 +327,7 @@ class Directory(BlobStore):
             return written.num_bytes
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
-        """Trims if enough was put since the last trim to exceed max_bytes."""
+        """Trims if files may take more than max_bytes, after what was put since the last trim."""
         with self._own_lock(), suppress(StoreError):
             self._room -= num_bytes
             if self._room < 0:
@@ -329,12 +336,13 @@ class Directory(BlobStore):
     def _drop_some(self, tries: int, has_helped: bool) -> bool:
         """Makes room on a full disk: deletes a tenth of the bytes here, least recently used first.
 
-        tries:      earlier tries. The first deletes nothing if another writer has made room
-        has_helped: this try wrote more of the file than the one before
-        Returns whether to try again.
+        tries:      the number of earlier calls for this file. The first call deletes nothing if
+                    another writer has made room
+        has_helped: True if the last try wrote more of the file than the one before
+        Returns True if the write should be tried again.
         """
         with self._own_lock():
-            if tries > 1 and not has_helped:  # other writers used the space
+            if tries > 1 and not has_helped:  # other writers took the space
                 self._next_drop = time.monotonic() + _NO_HELP_SECONDS
             if time.monotonic() < self._next_drop:
                 return False
@@ -349,13 +357,16 @@ class Directory(BlobStore):
             return self._drop(evictable(found), max(num_bytes, 1)) > 0
 
     def _drop(self, found: list[File], num_bytes: int) -> int:
-        """Deletes files in this order until num_bytes are freed. Returns the bytes freed."""
+        """Deletes files in this order until num_bytes are freed.
+
+        Returns the bytes freed, including files that another process deleted first.
+        """
         freed = 0
         for _, size, name in found:
             if freed >= num_bytes:
                 break
             with suppress(StoreError):
-                if self._delete(name) and is_entry(name):  # else another process was first
+                if self._delete(name) and is_entry(name):
                     self.usage.evicted(size)
                 freed += size
         return freed
@@ -363,9 +374,12 @@ class Directory(BlobStore):
     def _listed(
         self, verb: str, *, clean: bool = False, unread: list[str] | None = None
     ) -> tuple[list[File], float | None]:
-        """As `files`, and with `clean` the time by the file system's clock, if it says.
+        """Returns the list of `files`, and the time by the file system's clock. The time is None
+        without `clean`, or if this process cannot read that clock.
 
-        clean: deletes temporary files whose writer is dead
+        verb:  what the caller wanted to do, for messages
+        clean: True: deletes temporary files whose writer is dead
+        Raises StoreError.
         """
         try:
             root = self._open_root("", verb)
@@ -374,7 +388,7 @@ class Directory(BlobStore):
         try:
             now = None
             if clean:
-                with suppress(OSError):  # this process may not write here
+                with suppress(OSError):  # reading the clock writes: it may not be allowed
                     now = self._temporaries.now(root)
                 self._temporaries.clean(root)
             found = list(_walk(root, "", now, [] if unread is None else unread))
@@ -382,7 +396,7 @@ class Directory(BlobStore):
             raise self._failure("", verb, error) from error
         finally:
             close(root)
-        # Some file systems do not say how much is allocated: all their files have 0.
+        # Some file systems do not say how much is allocated: it is 0 for all their files.
         is_said = any(allocated(status) for _, status in found)
         files = sorted(
             (
@@ -396,7 +410,10 @@ class Directory(BlobStore):
         return files, now
 
     def _open_root(self, name: str, verb: str) -> int:
-        """Raises FileNotFoundError if it does not exist, StoreError if it cannot be opened."""
+        """Opens the root and returns a handle.
+
+        Raises FileNotFoundError if the root does not exist, StoreError if it cannot be opened.
+        """
         try:
             return self._root.open()
         except FileNotFoundError:
@@ -405,7 +422,9 @@ class Directory(BlobStore):
             raise self._failure(name, verb, error) from error
 
     def _own_lock(self) -> Lock:
-        """The lock of this process. A forked child makes its own: the copy may be held for ever."""
+        """Returns the lock of this process. A forked child makes a new one, since a thread of the
+        parent may have held the old one for ever.
+        """
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
         return self._lock
@@ -420,10 +439,12 @@ class Directory(BlobStore):
 def _walk(
     root: int, path: str, now: float | None, unread: list[str]
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """The files in the folders below a folder, without those that vanish or cannot be read.
+    """Yields the name and status of each regular file in a folder and the folders below it. Skips
+    files directly in the root, and files that vanish or cannot be read.
 
-    now: by the clock of the file system; None: nothing is changed. Otherwise deletes abandoned
-         temporary files, and sets a time of last use that lies in the future to now.
+    now:    the time by the clock of the file system: abandoned temporary files are deleted, and a
+            time of last use that lies in the future is set to now. None: nothing is changed
+    unread: a list to which each folder that cannot be read is appended, with the reason
     """
     try:
         folder = open_beneath(root, path, FOLDER)
@@ -454,9 +475,9 @@ def _walk(
 
 
 def _code(error: BaseException | None, handled: BaseException | None) -> int | None:
-    """errno of the OSError that caused `error`; None if there is none.
+    """Returns the errno of the OSError that caused `error`; None if no OSError did.
 
-    handled: the exception that was being handled before: it and its causes do not count
+    handled: the exception that was already being handled; it and its causes do not count
     """
     while error is not None and error is not handled:
         if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""Commits: snapshots become entries of a store, and marks lead lookups to them."""
+"""Commits: writes snapshots as entries of a store, and the marks that lead lookups to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Commits:
     chunk_tokens: int
 
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
-        """The bytes of each new file, 0 for one that existed, or why it was not stored."""
+        """Stores each snapshot in a file. Returns for each the bytes of its new file, 0 if the file
+        existed, or the StoreError if it was not stored.
+        """
         kinds = [kind_of(snapshot) for snapshot in snapshots]
         names = [name_in(self.kinds.record.name, snapshot) for snapshot in snapshots]
         sizes: dict[str, int] = {}
@@ -65,7 +67,10 @@ class Commits:
         return stored
 
     def _replaced(self, name: str, kind: Kind, num_tokens: int, write: Write) -> Put:
-        """Replaces a file that was written with other keys; False if it stays as it is."""
+        """Replaces a file that was written with keys that this process does not have.
+
+        Returns False if the file stays as it is, or the StoreError that stopped the write.
+        """
         try:
             has_other_keys = self.entries.has_other_keys(name, kind, num_tokens)
             return has_other_keys and self.entries.blobs.replace(name, write)
@@ -73,13 +78,14 @@ class Commits:
             return error
 
     def _mark(self, snapshot: Snapshot, kind: Kind) -> None:
-        """Has lookups find a new entry by its first tokens; one that has states alone by its name.
+        """Publishes the mark of a new entry, so that lookups find it by its first tokens.
 
-        An entry that gets its states later may have lost its mark to a longer one.
+        An entry with states alone gets no mark: lookups find it by its name. An entry that gets its
+        states later may have lost its mark to a longer entry, so its mark is published again.
         """
         space, step, marks = self.kinds.record.name, self.chunk_tokens, self.entries.marks
         own = Mark(snapshot.header.prefix, snapshot.tokens)
-        with suppress(StoreError):  # it is stored all the same
+        with suppress(StoreError):  # the entry is stored all the same
             if kind.is_states and not marks.has_tokens(space, own):
                 return
         shorter = marks.publish(space, own.parent, own.ids, step)
@@ -88,13 +94,13 @@ class Commits:
 
 
 def name_in(space: str, snapshot: Snapshot) -> str:
-    """The name of the file of a snapshot. Raises InvalidArgumentError."""
+    """Returns the name of the file of a snapshot. Raises InvalidArgumentError."""
     key = key_of(snapshot.header.prefix, snapshot.tokens)
     return entry_name(space, key, kind_of(snapshot).id)
 
 
 def kind_of(snapshot: Snapshot) -> Kind:
-    """How the file of a snapshot is laid out. Raises InvalidArgumentError."""
+    """Returns the kind of the file of a snapshot: its layout. Raises InvalidArgumentError."""
     if not isinstance(snapshot.kind, Kind):
         raise InvalidArgumentError(
             f"{snapshot.name} was captured by no PrefixStore, expected what `capture` returned"

@@ -1,7 +1,7 @@
-"""kvx-store.json: the format of a store, its chunk size, and the limit that it was made with.
+"""Reads and writes kvx-store.json: the format of a store, its chunk size and its byte limit.
 
-Whoever may write to a store can have written it, so that nothing in it is an error of the caller's:
-engines run without the store. Format: docs/store_format.md.
+Anybody who may write to the store may have written this file. So bad contents are no error of the
+caller: they raise StoreError, and engines run without the store. Format: docs/store_format.md.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NAME = "kvx-store.json"
 _MAX_BYTES = 4096
 _MAC_BYTES = 64
 _CIPHER = "AES-256-GCM"
-_WAIT_SECONDS = 2.0  # a process that makes a store writes its MAC after its description
+_WAIT_SECONDS = 2.0  # a process that makes a store writes kvx-store.json, then its MAC
 _POLL_SECONDS = 0.01
 
 
 class StoreConfig(NamedTuple):
-    """chunk_tokens: tokens of a full chunk
-    max_bytes:    on the disk, for engines whose settings name no limit; None: it was made without
-    is_encrypted: whether all entries are
+    """chunk_tokens: the number of tokens of a full chunk
+    max_bytes:    the limit on the disk for engines whose settings name none; None: no limit
+    is_encrypted: True if every entry and mark is encrypted
     """
 
     chunk_tokens: int
@@ -48,15 +48,16 @@ def stored_config(
     *,
     waits: bool = True,
 ) -> StoreConfig | None:
-    """The description of a store; a new one has the limit of `blobs`, if that has one.
+    """Returns the config of a store. Makes the store if there is none yet; its byte limit is then
+    that of `blobs`, if `blobs` has one.
 
-    requested: chunk_tokens that the caller asks for, or None
-    otherwise: those of a new store, if nothing is requested
-    waits:     for a process that is making the store just now
-    A description that an old key has authenticated gets a MAC of the new one, too.
-    Returns None if there is no store yet and none can be made here.
-    Raises StoreError if `read_config` or `check_chunks` does; InvalidArgumentError for a number of
-    tokens that no store has.
+    requested: the chunk_tokens that the caller asks for, or None
+    otherwise: the chunk_tokens of a new store if `requested` is None
+    waits:     True: waits up to 2 seconds for the MACs of a process that is making the store now
+    If an old key has authenticated kvx-store.json, writes a MAC of the new key as well.
+    Returns None if there is no store yet and this process cannot make one.
+    Raises the StoreErrors of `read_config` and `check_chunks`; InvalidArgumentError for a number of
+    chunk_tokens that no store has.
     """
     chunk_tokens = requested or otherwise
     if chunk_tokens > MOST_CHUNK_TOKENS:
@@ -88,11 +89,12 @@ def stored_config(
 def read_config(
     blobs: BlobStore, secrets: Secrets | None = None, *, waits: bool = False
 ) -> StoreConfig | None:
-    """The description of a store; None if there is none yet.
+    """Returns the config of a store; None if there is no store yet.
 
-    secrets: that it has to be authenticated and encrypted with; None: it may be anybody's
-    waits:   as for stored_config
-    Raises StoreError if it has another format, other keys, or cannot be read.
+    secrets: the keys that must authenticate kvx-store.json and fit its encryption; None: its keys
+             are not checked
+    waits:   see stored_config
+    Raises StoreError if the store has another format or other keys, or cannot be read.
     """
     where = blobs.path_of(_NAME)
     raw = blobs.read(_NAME, _MAX_BYTES)
@@ -106,8 +108,8 @@ def read_config(
 
 
 def check_chunks(blobs: BlobStore, config: StoreConfig, requested: int | None) -> None:
-    """Raises StoreError if the store has another chunk_tokens than is requested; or one that is out
-    of bounds, and that nobody has requested.
+    """Raises StoreError if the store's chunk_tokens is not the requested number; or if no number is
+    requested and it is less than MIN_CHUNK_TOKENS.
     """
     if config.chunk_tokens == requested:
         return
@@ -126,7 +128,7 @@ def check_chunks(blobs: BlobStore, config: StoreConfig, requested: int | None) -
 
 
 def _parsed(raw: bytes, where: str) -> StoreConfig:
-    """Raises StoreError."""
+    """Parses and checks the text of kvx-store.json. Raises StoreError."""
     try:
         config = strict_json(raw)
         found, chunk_tokens = config["format"], config["chunk_tokens"]
@@ -158,7 +160,7 @@ def _parsed(raw: bytes, where: str) -> StoreConfig:
 
 
 def _check_encryption(secrets: Secrets, config: StoreConfig, where: str) -> None:
-    """Raises StoreError unless both are encrypted, or none is."""
+    """Raises StoreError unless an encryption key is given exactly if the store is encrypted."""
     if config.is_encrypted and not secrets.is_encrypted:
         raise StoreError(
             f"no encryption key is given, and the store is encrypted, as {where} says. Give the "
@@ -174,14 +176,15 @@ def _check_encryption(secrets: Secrets, config: StoreConfig, where: str) -> None
 def _check_macs(
     blobs: BlobStore, secrets: Secrets, raw: bytes, where: str, wait_seconds: float
 ) -> None:
-    """Checks the MACs beside a description, one for each sort of keys; adds that of a new key.
+    """Checks the MACs of kvx-store.json, one for each sort of keys; adds the MAC of a new key.
 
-    wait_seconds: for MACs that are not there
+    wait_seconds: how long to wait for MACs that are missing
     Raises StoreError.
     """
     sorts = list(_sorts(secrets))
     until = time.monotonic() + wait_seconds
-    expected = len({one.mac_names(_NAME)[0] for _, one in sorts})  # of who is making the store
+    # A process that makes a store with these keys writes so many MACs.
+    expected = len({one.mac_names(_NAME)[0] for _, one in sorts})
     while expected and _num_macs(blobs) < expected and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     for sort, one in sorts:
@@ -196,7 +199,9 @@ def _check_macs(
 
 
 def _authenticate(blobs: BlobStore, secrets: Secrets, raw: bytes) -> None:
-    """Writes the MACs of the first keys, where they are missing and this process may write."""
+    """Writes the MAC of the first key of each sort if it is missing or wrong. Ignores StoreError:
+    this process may not be allowed to write.
+    """
     for _, one in _sorts(secrets):
         expected = one.mac(_NAME, raw)
         if expected is not None and _mac(blobs, expected[0]) != expected[1].encode():
@@ -205,7 +210,10 @@ def _authenticate(blobs: BlobStore, secrets: Secrets, raw: bytes) -> None:
 
 
 def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
-    """The keys of each sort that there are: a store may not be used with one right, one wrong."""
+    """Yields the keys of each sort by themselves, with the name of the sort.
+
+    Each sort is checked alone, so that one right key does not make up for a wrong one.
+    """
     if secrets.is_keyed:
         yield "signing", Secrets(signing=secrets.signing)
     if secrets.is_encrypted:
@@ -213,7 +221,7 @@ def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
 
 
 def _num_macs(blobs: BlobStore) -> int:
-    """How many MACs of a description there are, of any keys."""
+    """Returns the number of MACs of kvx-store.json in the store, of any keys."""
     begin, end = _NAME.removesuffix("json"), ".mac"
     return sum(name.startswith(begin) and name.endswith(end) for name in blobs.names(""))
 

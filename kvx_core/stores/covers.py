@@ -1,7 +1,8 @@
-"""Cover: which kinds of files together hold all that a reader needs of one sort.
+"""Cover: chooses the kinds of files that together hold all layers and heads that a reader needs.
 
-There are two sorts: what tokens have, in every layer that has something of them; and states, which
-belong to all tokens of a prefix together. Their files live and die apart.
+A Cover is of one of two sorts. Kinds of tokens hold K, V and planes of tokens. Kinds of states hold
+recurrent states, each of which belongs to all tokens of a prefix. Files of the two sorts are stored
+and deleted independently.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy.typing as npt
 from kvx_core.snapshot import Precision
 from kvx_core.snapshot.kind import Kind
 
-_MOST_ASKED = 32  # files of one key that a lookup asks for
-_MOST_GAINS = 256  # that are remembered
+_MOST_ASKED = 32  # a lookup asks for so many files of one key at most
+_MOST_GAINS = 256  # calls of `hold` whose gains are remembered
 
-Held = list[npt.NDArray[np.bool_]]  # of each layer: which heads
-Heads = tuple[int, int] | Sequence[tuple[int, int]]  # of all layers, or of each: first, and end
-_Parts = frozenset[tuple[int, int]]  # a layer, and a head of it
-_Gain = tuple[Kind, _Parts]  # what a kind holds
+Held = list[npt.NDArray[np.bool_]]  # for each layer: True for each head that is held
+Heads = tuple[int, int] | Sequence[tuple[int, int]]  # (first, end) of all layers, or of each
+_Parts = frozenset[tuple[int, int]]  # pairs of a layer and a head of it
+_Gain = tuple[Kind, _Parts]  # a kind, and the wanted heads that it holds
 
 
 class Cover:
@@ -37,21 +38,23 @@ class Cover:
         *,
         is_states: bool = False,
     ) -> None:
-        """heads:  of each layer of the model, 0 where it has nothing of this sort
-        reach:  how far back before the end of a prefix the reader needs each layer
+        """heads:  the number of heads of each layer of the model, 0 if it has nothing of this sort
+        reach:  for each layer, how many tokens before the end of a prefix the reader needs
         demand: the precision of each layer of the reader's cache
         """
         self.heads, self.is_states = tuple(heads), is_states
         self._reach, self._demand = tuple(reach), tuple(demand)
-        self.coarsest = reduce(Precision.meet, demand)  # a state is computed from all layers
-        self.all: tuple[Kind, ...] = ()  # those that files of this model are of, best first
-        self._ranked: tuple[Kind, ...] = ()  # those of them that are loaded here
-        self.best: tuple[Kind, ...] = ()  # the first that hold all; none: they do not
-        self._gains: dict[object, tuple[object, _Parts, tuple[_Gain, ...]]] = {}  # see hold
+        self.coarsest = reduce(Precision.meet, demand)  # states are computed from all layers
+        self.all: tuple[Kind, ...] = ()  # kinds of this sort of the model, best first
+        self._ranked: tuple[Kind, ...] = ()  # the kinds in `all` that this reader may load
+        self.best: tuple[Kind, ...] = ()  # kinds that together hold all heads; empty: no kinds do
+        self._gains: dict[object, tuple[object, _Parts, tuple[_Gain, ...]]] = {}  # see `hold`
 
     def rank(self, kinds: Iterable[Kind], accepts: Callable[[Kind], bool]) -> None:
-        """Takes those of this sort, and sorts them: own precision first, then finer ones, then
-        coarser ones; then by size.
+        """Takes the kinds of this sort, and sorts them by precision: the reader's own first, then
+        finer ones, then coarser ones. Among equals, the kind with most heads is first.
+
+        accepts: True for a kind that this reader may load
         """
         mine = (kind for kind in kinds if kind.is_states == self.is_states)
         self.all = tuple(sorted(mine, key=self._order))
@@ -60,21 +63,22 @@ class Cover:
         self.best = () if lacking else tuple(chosen)
 
     def asked(self) -> Sequence[Kind]:
-        """The kinds of files that a lookup asks for at most, best first."""
+        """Returns the kinds whose files a lookup asks for, best first; at most 32."""
         return self._ranked[:_MOST_ASKED]
 
     def demand(self, kind: Kind, layer: int) -> Precision:
-        """The precision that the reader's cache has in a layer of a kind.
+        """Returns the precision of the reader's cache in a layer of a kind.
 
-        States are loaded as they were stored, and are as precise as the layers before them.
+        States are loaded as they were stored. They count as no more precise than the coarsest layer
+        of the cache, since they are computed from all layers.
         """
         if self.is_states:
             return self.coarsest.meet(kind.precision_of_planes(layer))
         return self._demand[layer]
 
     def covered(self, kinds: Iterable[Kind]) -> tuple[int, list[Kind]]:
-        """How far back the reader needs the layers that kinds do not hold together with all heads,
-        0 if they hold all; and the first that hold what they do.
+        """Returns how far before the end of a prefix the reader needs the layers of which `kinds`
+        lack a head; 0 if they lack none. Also returns the kinds that contribute heads, in order.
         """
         held: Held = [np.zeros(heads, np.bool_) for heads in self.heads]
         chosen = []
@@ -93,11 +97,12 @@ class Cover:
         carried: Precision,
         is_there: Callable[[Kind], bool],
     ) -> bool:
-        """Whether files that are there hold these heads of these layers, at least as precise as
-        they are here.
+        """True if existing files hold these heads of these layers, at least as precisely as the
+        caller has them.
 
-        heads:   first, and one past the last, of all layers or of each
-        carried: the coarsest precision that values here had before
+        heads:    the first head and one past the last, of all layers or of each
+        carried:  the coarsest precision that the caller's values had before
+        is_there: True if the file of a kind exists
         """
         key, kinds = (layers, heads, carried), self.all
         known = self._gains.get(key)
@@ -122,7 +127,9 @@ class Cover:
         wanted: _Parts,
         carried: Precision,
     ) -> Iterator[_Gain]:
-        """What kinds hold of these layers and heads, as precise as it is here."""
+        """Yields each kind that holds some of the wanted heads at least as precisely as the caller,
+        and those heads.
+        """
         for kind in islice(kinds, _MOST_ASKED):
             held = frozenset(
                 (layer, head)
@@ -140,14 +147,14 @@ class Cover:
 
 
 def heads_of(heads: Heads, num_layers: int) -> Sequence[tuple[int, int]]:
-    """The heads of each of some layers: first, and one past the last."""
+    """Returns the first head and one past the last for each of `num_layers` layers."""
     each = (heads,) * num_layers if isinstance(heads[0], int) else heads
     return cast("Sequence[tuple[int, int]]", each)
 
 
 def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:
-    """The order of loading: the wanted precision, then those that include it, the smallest first,
-    then the closest of the others.
+    """Returns a sort key for loading: the wanted precision first; then precisions that include it,
+    the one with fewest digits first; then the others, the one with most digits first.
     """
     if precision == wanted:
         return 0, 0
@@ -157,7 +164,7 @@ def _rank(precision: Precision, wanted: Precision) -> tuple[int, int]:
 
 
 def _adds(kind: Kind, held: Held) -> bool:
-    """Whether a kind has something that is not held; then it is."""
+    """True if a kind has a head that is not held yet. Marks the kind's heads as held."""
     adds = False
     for layer in kind.layers:
         part = held[layer][slice(*kind.heads_of(layer))]

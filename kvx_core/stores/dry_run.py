@@ -1,4 +1,4 @@
-"""A dry run of a store: would lookups find what is going to be captured?"""
+"""Checks, without files, that lookups will find what an engine is going to capture."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def never_found(
     sections: Sequence[Section],
     heads: Sequence[tuple[int, int]] | Mapping[int, Sequence[tuple[int, int]]],
 ) -> str:
-    """Why a lookup finds no tokens that are captured from these sections; "" if it finds them.
+    """Returns why lookups would not find tokens captured from these sections; "" if they would.
 
-    sections: all layers of a worker, with a table or without
-    heads:    of this worker and of the others with the same layers: first, and one past the last;
-              by layer of the model where layers differ
+    sections: all layers of a worker; their tables may be None
+    heads:    the heads of this worker and of each other worker with the same layers, as the first
+              head and one past the last; a mapping by layer of the model where layers differ
     Reads and writes no file.
     """
     kind, kinds = store.would_write(sections), store.kinds

@@ -1,4 +1,4 @@
-"""The files of a prefix store: opened, compared with their names, deleted if corrupt."""
+"""Opens the files of a prefix store, compares them with their names and deletes corrupt files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvx_core.stores.names import Ids, entry_name
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Files on the disk. Whatever a file holds, only StoreError is raised.
+    """Files on the disk. Methods raise only StoreError, whatever a file contains.
 
-    index: remembers what is seen
+    index: remembers the files that were seen
     """
 
     blobs: BlobStore
@@ -33,10 +33,10 @@ class Entries:
     index: Index
 
     def is_good(self, space: str, key: str, kind: Kind, num_tokens: int) -> bool:
-        """Whether the file of a key and kind is there, and is what its name says.
+        """True if the file of a key and kind exists and its head agrees with its name.
 
-        num_tokens: that the entry has
-        Reads no keys and values. Marks the file as used. A corrupt file is deleted.
+        num_tokens: the number of tokens of the entry
+        Reads no keys and values. Marks the file as used. Deletes a corrupt file.
         """
         name = entry_name(space, key, kind.id)
         try:
@@ -58,7 +58,7 @@ class Entries:
         return True
 
     def is_there(self, name: str) -> bool:
-        """Whether the file exists; marks it as used now. Raises StoreError."""
+        """True if the file exists. Marks it as used now. Raises StoreError."""
         found = self.blobs.is_there(name)
         if found:
             self.index.saw(name)
@@ -67,8 +67,8 @@ class Entries:
         return found
 
     def has_other_keys(self, name: str, kind: Kind, num_tokens: int) -> bool:
-        """Whether a file is written with keys that this process does not have: it is as good as
-        absent, and writers replace it. Asks the disk in stores with keys.
+        """True if a file was written with keys that this process does not have. Such a file counts
+        as absent, and writers replace it. Reads the file only in stores with keys.
         """
         if not (self.secrets.is_keyed or self.secrets.is_encrypted):
             return False
@@ -84,10 +84,11 @@ class Entries:
     def read_all(
         self, files: Sequence[ToRead], room: Room, at: int, memory: Bytes
     ) -> list[Snapshot | StoreError]:
-        """What entries have of what is wanted, in memory that a room has given at `at`; or why not.
-        Corrupt files are deleted.
+        """Reads the wanted part of each file into `memory`, which `room` has given at offset `at`.
 
         files: at most MOST_FILES
+        Returns for each file its snapshot, or the StoreError if it cannot be read. Deletes corrupt
+        files.
         """
         found: list[Snapshot | StoreError] = []
         folder = self.blobs.folder()
@@ -107,7 +108,7 @@ class Entries:
         return found
 
     def _read(self, file: ToRead, room: Room, at: int, memory: Bytes) -> Snapshot:
-        """The same for one file, whatever there is to say of it. Raises StoreError."""
+        """Reads one file as `read_all` does. Raises StoreError."""
         name, wanted, place = file.name, file.wanted, file.place
         taken = at + place, memory[place : place + wanted.selection.place.num_bytes]
         fetch, secrets, key = self.blobs.fetch, self.secrets, file.key
@@ -128,14 +129,17 @@ class Entries:
     def marked(
         self, space: str, parent: str, ids: Ids, chunk_tokens: int
     ) -> list[tuple[int, Mark]]:
-        """Entries that begin like `ids`, and how many tokens they share: the most first."""
+        """Returns marks of entries that begin like `ids`, each with the number of tokens that it
+        shares with `ids`; the largest number first.
+        """
         return self.marks.candidates(space, parent, ids, chunk_tokens)
 
     def discard(self, name: str) -> None:
         """Deletes a corrupt file, so that it can be stored again.
 
-        If another process has stored it again meanwhile, the new file is deleted: its tokens are
-        computed and stored once more. Temporary errors are no CorruptError and delete nothing.
+        If another process has stored it again meanwhile, the new file is deleted, and its tokens
+        are computed and stored once more. Temporary errors raise no CorruptError, so they do not
+        delete files.
         """
         self.index.corrupt(name)
         with suppress(StoreError):
@@ -144,7 +148,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class CachedEntries:
-    """Files as memory has them: touches no disk. Every method may raise Unknown."""
+    """Files as far as memory knows them, without the disk. Every method may raise NotCached."""
 
     index: Index
     marks: Marks
@@ -164,10 +168,11 @@ class CachedEntries:
 
 
 class LoadedPrecision:
-    """The coarsest precision that this process has loaded: all that it saves later counts as such.
+    """The coarsest precision that this process has loaded. Everything that the process saves later
+    counts as no more precise.
 
-    Loaded prefixes stay in the engine's own cache, and later tokens are computed from them; no
-    record says which.
+    Loaded prefixes stay in the engine's own cache, and later tokens are computed from them. Nothing
+    records which tokens those are.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Files that a directory deletes to make room: which of them, and in which order."""
+"""Chooses the files that a directory deletes to make room."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 File = tuple[float, int, str]  # time of last use, bytes on the disk, name
 
-_RECORDS = (".json", ".mac")  # what entries cannot be read without
+_RECORDS = (".json", ".mac")  # entries cannot be read without these files
 _NO_ENTRIES = (*_RECORDS, ".mark")
-_LONE_SECONDS = 24 * 3600  # a writer may be about to use records that no entry needs yet
+_LONE_SECONDS = 24 * 3600  # a writer may be about to use records that have no entries yet
 
 
 def is_entry(name: str) -> bool:
-    """Whether a file holds keys and values, or is one that no store of prefixes has made."""
+    """True if a file is neither a record nor a mark: an entry, or a file of somebody else."""
     return not name.endswith(_NO_ENTRIES)
 
 
 def evictable(files: Sequence[File]) -> list[File]:
-    """Those that may be deleted, in their order: not the records of spaces."""
+    """Returns the files that may be deleted, in the same order: all but the records of spaces."""
     return [file for file in files if not file[2].endswith(_RECORDS)]
 
 
 def lone_records(files: Sequence[File], now: float) -> list[File]:
-    """The records of spaces without entries that nobody has used for a day.
+    """Returns the records that nobody has used for a day, of spaces without entries.
 
-    now: by the clock of the times of last use
+    now: the time by the clock that set the times of last use
     """
     in_use = {_space(name) for _, _, name in files if is_entry(name)}
     return [

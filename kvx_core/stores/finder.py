@@ -1,4 +1,7 @@
-"""Finder: which files of a space hold a prefix. It asks for exact names, and lists nothing."""
+"""Finder: finds the files of a space that hold a prefix.
+
+It asks for files by their exact names, and lists no folder of entries.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from kvx_core.stores.windows import ALL
 
 
 class Found(NamedTuple):
-    """An entry that begins like a part of a prompt."""
+    """An entry that begins with the same tokens as a part of a prompt."""
 
-    shared: int  # tokens
-    num_tokens: int  # of the entry
-    names: tuple[str, ...]  # of files that together hold all layers and heads, or most
-    lacking: int = 0  # how far back the reader needs the layers that they do not hold
+    shared: int  # the number of tokens that both begin with
+    num_tokens: int  # the number of tokens of the entry
+    names: tuple[str, ...]  # of the files that together hold all layers and heads, or most of them
+    lacking: int = 0  # tokens before the end of a prefix that the reader needs of missing layers
 
 
 NOTHING = Found(0, 0, ())
@@ -29,9 +32,9 @@ NOTHING = Found(0, 0, ())
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """The files of one model and salt.
+    """Finds files of one space.
 
-    entries: on the disk, or those that memory knows; with these every method may raise Unknown
+    entries: Entries asks the disk; CachedEntries asks memory, and every method may raise NotCached
     """
 
     entries: Entries | CachedEntries
@@ -40,7 +43,7 @@ class Finder:
 
     @property
     def num_corrupt(self) -> int:
-        """How many files were found corrupt until now, by any thread."""
+        """The number of corrupt files that any thread has come across so far."""
         return self.entries.index.num_corrupt
 
     def longest(
@@ -52,11 +55,12 @@ class Finder:
         *,
         is_whole: bool = False,
     ) -> Found:
-        """The entry below a parent that shares most first tokens with `ids`.
+        """Returns the entry of this parent that shares the most first tokens with `ids`.
 
-        at_least: entries that share fewer tokens need not be found
-        key:      of `ids`, if it is known
-        is_whole: only entries that lack nothing, also where windows may have left them
+        at_least: entries that share fewer tokens may be left out
+        key:      the key of `ids`, if the caller knows it
+        is_whole: True: only entries that lack no layer or head. False: a full chunk may lack layers
+                  that the reader needs only near the end of a prefix
         """
         key = key_of(parent, ids) if key is None else key
         while True:
@@ -67,8 +71,11 @@ class Finder:
                 return found
 
     def ends(self, parent: str, ids: Ids, *, is_near: bool, since: int) -> Iterator[int]:
-        """How many first tokens of `ids` are asked for states, the most first: all of them, `since`
-        or more, and if it is near those of each rung and of entries that go on as `ids` do.
+        """Yields the lengths of prefixes of `ids` whose states a lookup asks for, longest first.
+
+        Yields len(ids) first. If readable kinds of states exist, yields the shorter lengths from
+        `since` on. With `is_near` also yields the length of each rung, and of each marked entry
+        that has no other tokens than `ids`.
         """
         yield len(ids)
         if not self.kinds.states.asked():
@@ -83,9 +90,10 @@ class Finder:
         yield from sorted((each for each in found if 0 < each < len(ids)), reverse=True)
 
     def states(self, parent: str, ids: Ids, key: str | None = None) -> tuple[str, ...]:
-        """Good files that together hold all states of exactly these tokens; none: they do not.
+        """Returns the names of good files that together hold all states after exactly these tokens.
 
-        key: of `ids`, if it is known
+        key: the key of `ids`, if the caller knows it
+        Returns an empty tuple if no such files are stored.
         """
         key = key_of(parent, ids) if key is None else key
         while True:
@@ -95,10 +103,11 @@ class Finder:
                 return found
 
     def _has_other_kinds(self, seen: tuple[Kind, ...]) -> bool:
-        """Whether there are other kinds than the caller has asked for.
+        """True if the space has other kinds than `seen`, the kinds that the caller has asked for.
 
-        Those that have been listed just now count as all, unless there was none. Another thread may
-        have listed them while the caller asked for those that it had found until then.
+        Lists the folder of kinds, unless it was listed a moment ago and this process knows a kind.
+        Another thread may have listed it while the caller asked for files. With CachedEntries lists
+        nothing, and raises NotCached if the last listing is too old.
         """
         if self.kinds.all != seen:
             return True
@@ -114,7 +123,7 @@ class Finder:
         tokens = self.kinds.tokens
         if not tokens.asked():
             return NOTHING
-        goes_on = len(ids) == self.chunk_tokens and not is_whole  # windows may have left it
+        goes_on = len(ids) == self.chunk_tokens and not is_whole  # it may lack layers with windows
         names, lacking = self._files(tokens, key, len(ids), ALL if goes_on else 1)
         if names:
             return Found(len(ids), len(ids), names, lacking)
@@ -130,8 +139,10 @@ class Finder:
     def _files(
         self, cover: Cover, key: str, num_tokens: int, below: int
     ) -> tuple[tuple[str, ...], int]:
-        """Good files of an entry that together hold all layers and heads, and how far back the
-        reader needs those that lack; no files if that is not `below`.
+        """Returns the names of good files that together hold an entry's layers and heads, and how
+        far before the end of a prefix the reader needs the layers that they lack.
+
+        below: if that distance is `below` or more, no names are returned
         """
         space, asked = self.kinds.record.name, dict[str, bool]()
 

@@ -1,4 +1,7 @@
-"""Index: what is known of a store's files without asking its disk."""
+"""Index: remembers which files of a store exist and are good.
+
+Lookups can then answer without asking the disk.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,20 @@ from typing import Any
 
 from kvx_core.snapshot import StoreError
 
-_MAX_NAMES = 1 << 18  # of each sort that is remembered: at most 100 MB
-_MAX_FAILURES = 16  # that are remembered
+_MAX_NAMES = 1 << 18  # remembered in each of the four dicts: at most 100 MB
+_MAX_FAILURES = 16  # remembered
 
 
 class NotCached(Exception):
-    """Memory does not have the answer, or had it too long ago. Never leaves kvx_core."""
+    """Memory has no answer, or one that is too old. Never leaves kvx_core."""
 
 
 class Index:
-    """Remembers what lookups have seen. Threads may share one.
+    """Remembers the files that lookups and writers have seen. Threads may share an Index.
 
-    Other processes write and delete in the same store: what was seen more than `fresh_seconds` ago
-    counts as unknown, except for `is_held`. Bounded: the least recently seen is forgotten first.
+    Other processes write and delete files of the same store. So a file that was seen more than
+    `fresh_seconds` ago counts as unknown, except in `is_held` and `is_good`. Memory is bounded: the
+    least recently seen file is forgotten first.
     """
 
     def __init__(
@@ -31,99 +35,103 @@ class Index:
         self.fresh_seconds = fresh_seconds
         self._clock = clock
         self._lock = Lock()
-        self._files: OrderedDict[str, float] = OrderedDict()  # when each was last seen
-        self._absent: OrderedDict[str, float] = OrderedDict()  # when each was not there
-        self._good: OrderedDict[str, None] = OrderedDict()  # whose content is what the name says
+        self._files: OrderedDict[str, float] = OrderedDict()  # time when each file was last seen
+        self._absent: OrderedDict[str, float] = OrderedDict()  # time when each file was missing
+        self._good: OrderedDict[str, None] = OrderedDict()  # content agrees with the name
         self._held: OrderedDict[str, None] = OrderedDict()  # see `held`
-        self._doubted: dict[str, None] = {}  # of these, what to ask the disk about
+        self._doubted: dict[str, None] = {}  # files in _held to ask the disk about
         self._num_corrupt = 0
         self._failures: deque[StoreError] = deque(maxlen=_MAX_FAILURES)
 
-    # ---- what lookups see ----
+    # ---- updates ----
 
     def saw(self, name: str) -> None:
-        """A file was there just now."""
+        """Notes that a file existed just now."""
         with self._lock:
             self._saw(name)
 
     def found_good(self, name: str) -> None:
-        """A file was there just now, and its content was what its name says."""
+        """Notes that a file existed just now, and that its content agreed with its name."""
         with self._lock:
             self._saw(name)
             _remember(self._good, name, None)
 
     def held(self, *names: str) -> None:
-        """This process has read all of these files just now, and they were good."""
+        """Notes that this process has just read or written these files, and that they are good."""
         with self._lock:
             for name in names:
                 self._saw(name)
                 _remember(self._held, name, None)
 
     def expect(self, name: str) -> None:
-        """This process is about to write a file: `wrote`, `missed` or `doubt` follows."""
+        """Notes that this process is about to write a file. The caller then calls `wrote`, `missed`
+        or `doubt`.
+        """
         with self._lock:
             _remember(self._held, name, None)
 
     def wrote(self, name: str) -> None:
-        """This process has stored a file just now."""
+        """Notes that this process has just stored a file."""
         self.held(name)
 
     def missed(self, name: str) -> None:
-        """A file was not there just now, or was not good."""
+        """Notes that a file was missing just now, or was not good."""
         with self._lock:
             self._forget(name)
             self._good.pop(name, None)
             _remember(self._absent, name, self._clock())
 
     def corrupt(self, name: str) -> None:
-        """A file was corrupt just now, and is deleted."""
+        """Notes that a file was corrupt just now, and counts it. The caller deletes it."""
         self.missed(name)
         with self._lock:
             self._num_corrupt += 1
 
     @property
     def num_corrupt(self) -> int:
-        """How many files were found corrupt until now."""
+        """The number of calls of `corrupt` so far."""
         return self._num_corrupt
 
     def failed(self, error: StoreError) -> None:
-        """A file that may be there could not be opened or read just now. For what the file system
-        did: a file that has gone, or that is of another version, is no failure.
+        """Notes that a file that may exist could not be opened or read just now.
+
+        Keeps only errors that an OSError of the file system caused. A missing file, or a file of
+        another version, is no failure.
         """
         if isinstance(error.__cause__ or error.__context__, OSError):
             with self._lock:
                 self._failures.append(error)
 
     def take_failures(self) -> list[StoreError]:
-        """What `failed` was called with since the last call: the last 16."""
+        """Returns the errors that `failed` has kept since the last call, at most the last 16."""
         with self._lock:
             failures = list(self._failures)
             self._failures.clear()
         return failures
 
     def doubt(self, name: str) -> None:
-        """A file may not be there or not be good: memory does not answer for it any more."""
+        """Forgets whether a file exists: it may be missing or bad."""
         with self._lock:
             self._forget(name)
 
-    # ---- what memory answers ----
+    # ---- queries ----
 
     def is_good(self, name: str) -> bool:
-        """Whether the content of a file was what its name says: for ever, if it is still there."""
+        """True if the content of a file agreed with its name. This stays true while it exists."""
         with self._lock:
             return name in self._good
 
     def is_seen(self, name: str) -> bool:
-        """Whether a file was there when it was last asked for, and not too long ago."""
+        """True if a file existed when it was last asked for, less than `fresh_seconds` ago."""
         with self._lock:
             seen = self._files.get(name)
             return seen is not None and self._is_fresh(seen)
 
     def is_held(self, name: str) -> bool:
-        """Whether this process has loaded or written a file, however long ago, or is about to write
+        """True if this process has loaded or written a file, however long ago, or is about to write
         it.
 
-        Others may have deleted it: see `take_doubted`.
+        Other processes may have deleted the file: see `take_doubted`.
         """
         with self._lock:
             if name not in self._held:
@@ -134,17 +142,19 @@ class Index:
 
     @property
     def has_doubted(self) -> bool:
-        """Whether `take_doubted` has something to return."""
+        """True if `take_doubted` has files to return."""
         return bool(self._doubted)
 
     def take_doubted(self) -> list[str]:
-        """Files for which `is_held` was True since the last call although not seen lately."""
+        """Returns the files for which `is_held` was True since the last call, although they had not
+        been seen within `fresh_seconds`.
+        """
         with self._lock:
             doubted, self._doubted = self._doubted, {}
         return list(doubted)
 
     def is_there(self, name: str) -> bool:
-        """Whether a file exists. Raises Unknown."""
+        """True if a file exists, False if it does not. Raises NotCached if memory does not know."""
         with self._lock:
             seen = self._files.get(name)
             if seen is not None and self._is_fresh(seen):
@@ -155,7 +165,7 @@ class Index:
         raise NotCached
 
     def has(self, name: str) -> bool:
-        """Whether a file counts as stored: `is_held`, or there not long ago."""
+        """True if a file counts as stored: `is_held` or `is_seen`."""
         return self.is_held(name) or self.is_seen(name)
 
     def _is_fresh(self, seen: float) -> bool:

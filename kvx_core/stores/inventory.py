@@ -1,8 +1,8 @@
-"""Inventory: what a directory of a prefix store has, for those who operate it.
+"""Inventory: lists the spaces, kinds and files of a prefix store, for its operators.
 
-Reads names, sizes and times of files, and the records that say what they are: kvx-store.json, each
-space.json, each kind. Entries themselves only where it is said. Nothing is trusted: a record counts
-if it is what its name says. What is read here counts as no use of it.
+Reads names, sizes and times of files, and the records: kvx-store.json, space.json, model.json and
+the record of each kind. Reads entries only in methods that say so. Trusts nothing: a record counts
+only if its content agrees with its name. Reading a file here does not mark it as used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvx_core.stores.stored_kind import Lengths, StoredFile, StoredKind
 from kvx_core.stores.stored_space import Space
 from kvx_core.stores.verified import check_file
 
-_MOST_KINDS = 256  # of a space
-_MOST_KIND_BYTES = 32 << 20  # of records of kinds, each once: parsed, they take ten times as much
+_MOST_KINDS = 256  # in a space
+_MOST_KIND_BYTES = 32 << 20  # of different records of kinds; parsed, they take ten times as much
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("kmgtp", 1)
@@ -47,9 +47,10 @@ _MAC = re.compile(r"(space|kinds/[0-9a-f]{32})\.[0-9a-f]{16}\.mac")
 
 
 def num_bytes_of(text: object, name: str = "size") -> int:
-    """A number of bytes, from a number or a text: "50GB" is 50 * 10**9, "1.5TiB" 1.5 * 2**40.
+    """Returns a number of bytes from a number or a text: "50GB" is 50 * 10**9, "1.5TiB" is
+    1.5 * 2**40.
 
-    name: what errors call it
+    name: the name of the argument in error messages
     Raises InvalidArgumentError.
     """
     found = _SIZE.fullmatch(text) if isinstance(text, str) else None
@@ -68,17 +69,17 @@ def num_bytes_of(text: object, name: str = "size") -> int:
 
 
 class Inventory(StoreReader):
-    """What a directory has. A snapshot of the moment: other processes may write and delete."""
+    """The files of a directory at one moment: other processes may write and delete files later."""
 
     def __init__(self, directory: Directory, secrets: Secrets | None = None) -> None:
-        """As StoreReader."""
+        """Takes the arguments of StoreReader, and raises its errors."""
         super().__init__(directory, secrets)
-        self.num_other_files = 0  # that are not KVX's
+        self.num_other_files = 0  # files that are not KVX's
         self.unread: list[str] = []  # folders that cannot be read, each with the reason
         self._spaces: dict[str, Space] = {}
-        self._kinds: dict[str, Kind | str] = {}  # by id; or why there is none
+        self._kinds: dict[str, Kind | str] = {}  # by id; a str says why a kind is unusable
         self._kind_bytes = 0
-        self._lengths: dict[str, Lengths] = {}  # of kinds, by id
+        self._lengths: dict[str, Lengths] = {}  # by the id of the kind
         for used, num_bytes, name in directory.files(self.unread):
             file = StoredFile(name, num_bytes, used)
             if not self._take(file):
@@ -87,7 +88,7 @@ class Inventory(StoreReader):
             self._look_at(space)
 
     def _take(self, file: StoredFile) -> bool:
-        """Puts a file where it belongs; False: it is none of a store."""
+        """Adds a file to its space. Returns False if it is not a file of a store."""
         entry = parse_entry(file.name)
         name, _, rest = file.name.partition("/")
         if not is_key(name):
@@ -117,7 +118,7 @@ class Inventory(StoreReader):
     # ---- records ----
 
     def _look_at(self, space: Space) -> None:
-        """Reads the records of a space."""
+        """Reads the records of a space and of its kinds."""
         name = space_record(space.name)
         try:
             space.record = SpaceRecord.parse(self.read(name, MAX_BYTES), space.name)
@@ -143,7 +144,10 @@ class Inventory(StoreReader):
                 kind.reason = found
 
     def _kind(self, name: str, id: str) -> Kind | str:
-        """A kind, or why it cannot be read. Spaces of one model have the same kinds."""
+        """Returns a kind, or the reason why it cannot be read.
+
+        Parses each record once: spaces of one model have the same kinds.
+        """
         try:
             raw = self.read(name, MAX_BYTES)
         except StoreError as error:
@@ -161,7 +165,7 @@ class Inventory(StoreReader):
         return self._kinds[id]
 
     def opened_entry(self, file: StoredFile) -> AbstractContextManager[ChunkFile]:
-        """The file of an entry, open as long as the context; its head has been checked.
+        """Opens the file of an entry for the length of a `with` block, and checks its head.
 
         Raises CorruptError, StoreError.
         """
@@ -170,9 +174,10 @@ class Inventory(StoreReader):
     # ---- tokens ----
 
     def tokens(self, space: Space, *, read: bool = False) -> dict[str, int]:
-        """How many tokens each entry has, by its key, as far as lengths of files tell.
+        """Returns the number of tokens of each entry by its key, as far as lengths of files tell.
 
-        read: where they do not, since bytes are encoded, reads what the files themselves say
+        read: True: if the length does not tell, since bytes are encoded, reads the number that the
+              file itself names
         """
         found: dict[str, int] = {}
         for kind in space.of_tokens:
@@ -190,14 +195,16 @@ class Inventory(StoreReader):
         return self._lengths.get(kind.id)
 
     def _length(self, file: StoredFile) -> int:
-        """Bytes from the first to the last one; 0 if the file is gone."""
+        """Returns the length of a file in bytes; 0 if the file is gone."""
         try:
             return os.lstat(f"{self.directory.root}/{file.name}").st_size
         except OSError:
             return 0
 
     def _said_tokens(self, file: StoredFile) -> int:
-        """The number of tokens that an entry says it has; 0: it says none that it can have."""
+        """Returns the number of tokens that an entry's file names; 0 if it cannot be read or the
+        number is too large.
+        """
         try:
             with self.opened(file.name) as raw:
                 said = said_tokens(raw, file.name)
@@ -205,23 +212,23 @@ class Inventory(StoreReader):
             return 0
         return said if said <= self.config.chunk_tokens else 0
 
-    # ---- what there is ----
+    # ---- spaces and files ----
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk of all spaces."""
+        """The bytes that the files of all spaces take on the disk."""
         return sum(space.num_bytes for space in self._spaces.values())
 
     def spaces(
         self, *, salt: str | None = None, model: str | None = None, epoch: str | None = None
     ) -> list[Space]:
-        """The spaces to which all that is given applies, the most recently used first.
+        """Returns the spaces that match all given arguments, the most recently used first.
 
-        salt:  of this salt; "" is that of requests without one
+        salt:  the salt of the space; "" for requests without a salt
         model: the beginning of the model's fingerprint or of the space's name
-        epoch: the beginning of an epoch; "" is that of the weights in the model's files
-        Those whose record cannot be read count if they are asked for by their name alone.
-        Raises InvalidArgumentError.
+        epoch: the beginning of an epoch; "" for the weights in the model's files
+        A space whose record cannot be read matches by its name only, and never if `salt` or `epoch`
+        is given. Raises InvalidArgumentError.
         """
         if model == "":
             raise InvalidArgumentError(
@@ -244,12 +251,12 @@ class Inventory(StoreReader):
         epoch: str | None = None,
         before: float | None = None,
     ) -> tuple[list[StoredFile], list[Space]]:
-        """The files to which all that is given applies, the least recently used first; and the
-        spaces whose record cannot be read, of which it is therefore not known.
+        """Returns the files that match all given arguments, the least recently used first. Also
+        returns the spaces that may match, but whose record cannot be read.
 
         salt, model, epoch: see `spaces`
-        before: last used before this time, in seconds since 1970
-        The records of a space are among the files if nothing else of it stays.
+        before: files must have been last used before this time, in seconds since 1970
+        Includes matching records of a space only if all its entries and marks match too.
         Raises InvalidArgumentError if nothing is given.
         """
         if salt is None and model is None and epoch is None and before is None:
@@ -275,11 +282,11 @@ class Inventory(StoreReader):
         return sorted(found, key=lambda file: file.used), unknown
 
     def verify(self) -> Iterator[tuple[StoredFile, StoreError | None]]:
-        """Reads every byte of every file; yields each, and what is wrong with it.
+        """Reads every byte of every file of the spaces. Yields each file with its error or None.
 
-        None: it is good. CorruptError: nobody can use it. Another StoreError: it cannot be judged
-        here, such as a file that is signed with another key, or whose kind is not known.
-        Files that others have deleted meanwhile are left out.
+        None: the file is good. CorruptError: nobody can use it. Another StoreError: it cannot be
+        judged here, for example because it is signed with another key or its kind is not known.
+        Leaves out files that others have deleted meanwhile.
         """
         for space in self._spaces.values():
             for file in space.files:
@@ -292,7 +299,7 @@ class Inventory(StoreReader):
                     yield file, None
 
     def delete(self, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
-        """Deletes files, one by one, and yields each that is gone. Raises StoreError."""
+        """Deletes files one by one. Yields each file after it is deleted. Raises StoreError."""
         for file in files:
             self.directory.delete(file.name)
             yield file

@@ -1,4 +1,7 @@
-"""The kinds of files that a space has: read from its records, and which of them a reader takes."""
+"""Kinds: reads and writes the records of a space's kinds, and chooses kinds for a reader.
+
+A kind is the layout of the files of one writer.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from kvx_core.stores.names import kind_name, kinds_folder, model_record, space_r
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.windows import Windows
 
-_MOST = 256  # kinds of a space
-_MOST_BYTES = 16 << 20  # of their records, in all spaces: parsed they take ten times as much
-_SHARED_BYTES = 1 << 16  # of a record that spaces share
-_REFUSED_SECONDS = 1.0  # for so long a kind that cannot be taken is not read again
-_WRITTEN_SECONDS = 1.0  # and whether the own records are still there is asked
+_MOST = 256  # kinds in a space
+_MOST_BYTES = 16 << 20  # of records of kinds in all spaces; parsed, they take ten times as much
+_SHARED_BYTES = 1 << 16  # spaces share parsed records of at most this size
+_REFUSED_SECONDS = 1.0  # before a kind that cannot be taken is read again
+_WRITTEN_SECONDS = 1.0  # before `ensure` asks again for records that it wrote
 
 
 class Kinds:
@@ -44,10 +47,13 @@ class Kinds:
         about: bytes = b"",
     ) -> None:
         """demand:   the precision of each layer of the reader's cache
-        reader:   the same for all spaces of one; what is found of its caches is kept with it
-        has_room: whether so many bytes of records may be kept, in all spaces together
-        windows:  how far back the reader needs each layer; None: all of them
-        about:    the text of the model's record, if it is known; its digest is the fingerprint
+        reader:   an object that is the same for all spaces of one reader; facts about the reader's
+                  caches are kept under it
+        has_room: True if so many more bytes of records may be kept, in all spaces together
+        windows:  for each layer, how far before the end of a prefix the reader needs it; None: all
+                  tokens of every layer
+        about:    the text of the model's record, if it is known; ignored unless its SHA-256 is the
+                  fingerprint
         """
         self.windows = windows or Windows.of(None, len(record.kv_heads))
         self.record, self.reader = record, reader or object()
@@ -56,33 +62,33 @@ class Kinds:
         self._clock, self._has_room = clock, has_room
         is_own = hashlib.sha256(about).hexdigest() == record.fingerprint
         self._about = about if is_own and len(about) <= MAX_BYTES else b""
-        self.num_bytes = 0  # of records that others have written
-        self._lock = Lock()  # held while nobody asks the disk: engines' steps take it
-        self._kinds: dict[str, Kind] = {}  # by id: those that this process can read
-        self.ids = frozenset[str]()  # of all kinds that files may have, for whoever can read them
-        self._refused: dict[str, float] = {}  # until when others are not read again
-        self._all: tuple[Kind, ...] = ()  # those that files of this model are of
+        self.num_bytes = 0  # of the records that were read from the store
+        self._lock = Lock()  # never held while the disk is asked: steps of engines take it
+        self._kinds: dict[str, Kind] = {}  # by id: kinds that this process can read
+        self.ids = frozenset[str]()  # ids of all kinds, readable here or not
+        self._refused: dict[str, float] = {}  # by id: until when other kinds are not read again
+        self._all: tuple[Kind, ...] = ()  # kinds of tokens, then kinds of states
         reach = self.windows.reach
         self.tokens = Cover(record.kv_heads, reach, demand)
         self.states = Cover(record.state_heads, reach, demand, is_states=True)
         self._listed = float("-inf")
-        self._written: dict[str, float] = {}  # when the records of own kinds were last seen
+        self._written: dict[str, float] = {}  # by id: when the records of own kinds were last seen
 
     # ---- for lookups ----
 
     def listed_within(self, seconds: float) -> bool:
-        """Whether the folder of kinds was listed so lately."""
+        """True if the folder of kinds was listed less than `seconds` ago."""
         return self._clock() - self._listed < seconds
 
     @property
     def all(self) -> tuple[Kind, ...]:
-        """Those that files of this model are of."""
+        """The kinds of this model whose files this process can read or writes."""
         return self._all
 
     def refresh(self, seen: tuple[Kind, ...] = ()) -> bool:
-        """Lists the folder of kinds; whether there are others than the caller has seen.
+        """Lists the folder of kinds and reads new ones. Returns True if `all` differs from `seen`.
 
-        Other threads may have found them meanwhile.
+        Other threads may have read kinds since the caller took `seen`.
         """
         listed = self._clock()
         found = self._blobs.names(kinds_folder(self.record.name))
@@ -90,11 +96,11 @@ class Kinds:
         self.ids = frozenset(ids[:_MOST]) | self._kinds.keys()
         for id in sorted(ids)[:_MOST]:
             self.get(id)
-        self._listed = listed  # from now on they are known
+        self._listed = listed  # set last: now the kinds are known
         return self._all != seen
 
     def get(self, id: str) -> Kind | None:
-        """The kind of this name; None: there is none that this process can take."""
+        """Returns the kind with this id; None if there is none that this process can take."""
         found = self._kinds.get(id)
         if found is not None or self._refused.get(id, 0.0) > self._clock():
             return found
@@ -120,14 +126,14 @@ class Kinds:
         return self._kinds.get(id)
 
     def accepts(self, kind: Kind) -> bool:
-        """Whether files of a kind may be loaded here, every layer of them."""
+        """True if every layer of files of a kind may be loaded here."""
         if self.accept == "same":
             return not self.coarser(kind)
         demand = self.of_sort(kind).demand
         return all(kind.precision_of(i).may_become(demand(kind, i)) for i in kind.layers)
 
     def coarser(self, kind: Kind) -> set[Precision]:
-        """The precisions of a kind that do not include what is asked for."""
+        """Returns the precisions of a kind that do not include the reader's precision."""
         demand = self.of_sort(kind).demand
         return {
             precision
@@ -136,13 +142,13 @@ class Kinds:
         }
 
     def of_sort(self, kind: Kind) -> Cover:
-        """Those that hold what a kind does: what tokens have, or states."""
+        """Returns the Cover of the sort of a kind: `states` or `tokens`."""
         return self.states if kind.is_states else self.tokens
 
     # ---- for writers ----
 
     def ensure(self, kind: Kind) -> None:
-        """Writes the records of a kind, of the space and of its model if they are not there, or are
+        """Writes the records of a kind, of the space and of its model if they are missing or
         damaged.
 
         Raises StoreError.
@@ -155,15 +161,15 @@ class Kinds:
             (kind_name(self.record.name, kind.id), kind.text),
         ):
             mac = self._secrets.mac(name, raw)
-            if mac is not None:  # first, so that nobody sees the record without it
+            if mac is not None:  # the MAC comes first, so that nobody sees the record without it
                 self._put(mac[0], mac[1].encode())
             self._put(name, raw)
-        if self._about:  # needs no MAC: the space's record has its digest
+        if self._about:  # it needs no MAC: the space's record has its digest
             self._put(model_record(self.record.name), self._about)
         self._written[kind.id] = self._clock()
 
     def know(self, kind: Kind) -> None:
-        """Takes a kind whose files this process is going to write."""
+        """Adds a kind whose files this process is going to write."""
         if kind.id not in self._kinds:
             with self._lock:
                 self.ids |= {kind.id}
@@ -184,16 +190,16 @@ class Kinds:
         return self._read(name, 64)
 
     def _read(self, name: str, most_bytes: int) -> bytes | None:
-        """A record; None: there is none. Raises StoreError."""
+        """Returns a record; None if there is none, b"" if it is too long. Raises StoreError."""
         try:
             return self._blobs.read(name, most_bytes)
-        except CorruptError:  # it is longer than it should be
+        except CorruptError:  # it has more than most_bytes
             return b""
 
-    # ---- which are taken, in which order ----
+    # ---- choice and order of kinds ----
 
     def _fits(self, kind: Kind) -> bool:
-        """Whether a kind is one of this model whose files this process can read."""
+        """True if a kind fits this model and this process can read its files."""
         heads, planes = self.of_sort(kind).heads, self.record.planes_of(kind.is_states)
         return (
             kind.keyed == self._secrets.is_keyed
@@ -212,7 +218,7 @@ class Kinds:
 
 
 class Spaces:
-    """The kinds of each space of a store, as long as somebody has them. Threads may share it."""
+    """The Kinds of each space of a store, kept while somebody uses them. Threads may share it."""
 
     def __init__(
         self,
@@ -223,13 +229,13 @@ class Spaces:
         windows: Windows | None = None,
         about: bytes = b"",
     ) -> None:
-        """As for Kinds."""
+        """Takes the arguments of the same names of Kinds."""
         self._arguments, self._reader = (blobs, secrets, demand, accept), object()
         self.windows, self._about = windows, about
         self._known = WeakValueDictionary[str, Kinds]()
 
     def kinds(self, record: SpaceRecord) -> Kinds:
-        """The kinds of a space, for all who ask."""
+        """Returns the Kinds of a space: the same object for all callers."""
         blobs, secrets, demand, accept = self._arguments
         new = Kinds(
             *(blobs, secrets, record, demand, accept),
@@ -246,7 +252,11 @@ class Spaces:
         )
 
     def ids(self, space: str, *, lists: bool = False) -> Iterable[str]:
-        """What files of a space may be of, as this process knows, or as the folder has it now."""
+        """Returns the ids of the kinds that files of a space may have, as this process knows them.
+
+        lists: True: lists the folder of kinds first
+        Returns no ids for a space whose Kinds nobody uses.
+        """
         found = self._known.get(space)
         if found is None:
             return ()
@@ -255,7 +265,7 @@ class Spaces:
         return found.ids
 
     def states(self, space: str) -> Iterable[str]:
-        """Those of them whose files have states."""
+        """Returns the ids of those kinds whose files have states."""
         found = self._known.get(space)
         return () if found is None else [kind.id for kind in found.states.all]
 
@@ -266,5 +276,5 @@ def _shared(raw: bytes, id: str) -> Kind:
 
 
 def _parsed(raw: bytes, id: str) -> Kind:
-    """Spaces of one model have the same kinds."""
+    """Parses a record. Shares the kinds of small records, since spaces of a model have the same."""
     return _shared(raw, id) if len(raw) <= _SHARED_BYTES else Kind.parse(raw, id)

@@ -41,17 +41,17 @@ from kvx_core.stores.rooms import Rooms
 from kvx_core.types import Memory
 
 _TOGETHER = 16 << 20  # bytes of files that are copied together
-_TOGETHER_ON_DEVICE = 32 << 20  # where to begin a copy takes longer
-_LARGE = 1 << 20  # bytes of a file; smaller ones are read several at a time
-_MAX_FITTING = 32  # kinds of files that a view is known to take
+_TOGETHER_ON_DEVICE = 32 << 20  # the same on a device, where starting a copy takes longer
+_LARGE = 1 << 20  # bytes of a file; a thread reads several smaller files at a time
+_MAX_FITTING = 32  # kinds of files that a view remembers to take
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a load is, for those who watch it from another thread."""
+    """The progress of a load, for a thread that watches or cancels it."""
 
-    stop: int = 0  # tokens before this are loaded, those before the load's start included
-    is_cancelled: bool = False  # set it, and the load ends with a StoreError after its chunk
+    stop: int = 0  # all tokens before this position are loaded, or lie before the load's start
+    is_cancelled: bool = False  # set to True, it ends the load with a StoreError after a chunk
 
 
 class _Source(NamedTuple):
@@ -60,15 +60,15 @@ class _Source(NamedTuple):
     number: int  # of the file in the span
     kind: Kind
     takers: list[Section]
-    wanted: Wanted  # of the layers that they take
+    wanted: Wanted  # the data of the layers that the sections take
 
 
 class _Plan(NamedTuple):
-    """What is read of a span: the same for all spans with files of the same kinds."""
+    """The data to read of a span: the same for all spans with files of the same kinds."""
 
     sources: tuple[_Source, ...]
-    num_bytes: int  # of memory
-    coarser: frozenset[Precision]  # than what is asked for, of any of the files
+    num_bytes: int  # bytes of memory for this data
+    coarser: frozenset[Precision]  # precisions of the span's files below what is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Loads:
     ) -> int:
         """Loads tokens `start` to `stop`. Returns their bytes.
 
-        After a bad file, all later ones are checked too, so that bad ones are deleted at once.
+        After a bad file, all later files are checked too, so that corrupt ones are deleted at once.
         """
         progress.stop = max(progress.stop, start)
         needed = [span for span in spans if max(start, span.start) < min(stop, span.stop)]
@@ -109,7 +109,10 @@ class Loads:
         return load.num_bytes
 
     def file(self, name: str) -> tuple[str, Kind]:
-        """The key and kind in a name of a match. Raises StoreError if it is none of this store."""
+        """Returns the key and the kind of a file of a match.
+
+        Raises StoreError if `name` is not the name of a file of this store.
+        """
         found = parse_entry(name)
         kind = None
         if found is not None and found.space == self.kinds.record.name:
@@ -125,10 +128,10 @@ class Loads:
         sections: Sequence[Section],
         room: Room,
     ) -> tuple[_Source, ...]:
-        """The files that the sections need; everything is checked that can be without them.
+        """Returns the files that the sections need. Checks all that it can without opening them.
 
-        kinds: of the files
-        room:  that they go to
+        kinds: the kind of each file of the span
+        room:  the room that the files are read into
         Raises StoreError.
         """
         sources: list[_Source] = []
@@ -156,9 +159,10 @@ class Loads:
         return tuple(sources)
 
     def _unfit(self, snapshot: Snapshot, section: Section) -> list[str]:
-        """Why the section may not take its layers from a file: a sentence each.
+        """Returns the reasons why the section may not take its layers from a file, a sentence each.
 
-        Found once for the files of a kind, whose parts are one object.
+        The section's view remembers a file that fits by its parts, which are one object for all
+        files of a kind.
         """
         own = self.kinds.reader, self.format.precision
         key, parts = ("fitting", own, section.layers, section.encoding), snapshot.header.parts
@@ -173,14 +177,14 @@ class Loads:
         return reasons
 
     def _too_coarse(self, snapshot: Snapshot, section: Section) -> list[str]:
-        """Why values of this precision may not be loaded into the section: a sentence each."""
+        """Returns the reasons why a file is too coarse for the section, a sentence each."""
         if self.kinds.accept == "lossy":
             return []
         demand, wanted = self.kinds.demand, section.precisions
         has_states = section.tokens is None
         for layer, found in wanted.items():
             least = self.format.precision if says_precision(section) else demand[layer]
-            if has_states:  # computed from all layers before
+            if has_states:  # a state is computed from all layers before it
                 least = self.kinds.states.coarsest
             wanted[layer] = found.meet(least)
         return [
@@ -193,24 +197,24 @@ class Loads:
 
 
 class _Part(NamedTuple):
-    """Files that are read one after another, by one thread."""
+    """Files that one thread reads one after another."""
 
     files: list[ToRead]
     room: Room
-    at: int  # where its memory begins in the room
+    at: int  # where `memory` begins in the room
     memory: Bytes
 
 
 class _Planned(NamedTuple):
     """A span whose files are read."""
 
-    first: int  # token of the sequence that is loaded from it
+    first: int  # the first token of the sequence that is loaded from the span
     last: int  # one past the last
-    plan: _Plan | StoreError  # or why nothing is read
+    plan: _Plan | StoreError  # the error says why no file of the span is read
 
 
 class _Batch(NamedTuple):
-    """Spans that are read together, into one room."""
+    """Spans that are read together into one room."""
 
     spans: list[_Planned]
     job: Job[_Part, list[Snapshot | StoreError]]
@@ -228,15 +232,15 @@ class _Load:
     progress: Progress
     new_room: Callable[[], Room]
     together: int  # bytes of files that are copied together
-    num_bytes: int = 0  # that are loaded
-    # Snapshots in a room that wait to be copied together, and which sections take them.
+    num_bytes: int = 0  # loaded so far
+    # Snapshots in a room that are going to be copied together, and the sections that take them.
     _waiting: list[Snapshot] = field(default_factory=list)
     _takers: list[Section] = field(default_factory=list)
-    _first: int = 0  # token of the sequence that is copied from them
+    _first: int = 0  # the first token of the sequence that is copied from them
     _last: int = 0  # one past the last
     _nulls: list[Nulls] = field(default_factory=list)
-    _takes: tuple[bool, ...] = ()  # all sections, if they take all tokens; else see _plan_of
-    # By tokens of an entry, which sections take something, and kinds of the files.
+    _takes: tuple[bool, ...] = ()  # True for each section; empty if they may have null blocks
+    # Each key: the number of tokens of an entry, `takes` as in _plan, and the kinds of the files.
     _plans: dict[tuple[object, ...], _Plan] = field(default_factory=dict)
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
@@ -250,7 +254,7 @@ class _Load:
             while batch.spans:
                 full, read = batch, batch.job.results()
                 is_ahead = bool(left) and batch.job.num_helpers > 0
-                if is_ahead:  # helpers read into one room while the other one is copied
+                if is_ahead:  # helpers read into one room while this thread copies the other one
                     room, other = other or self.new_room(), room
                     batch = self._begin(left, room)
                 self._copy(full, read)
@@ -260,12 +264,12 @@ class _Load:
             self._check(batch, left, room)
             raise
         finally:
-            batch.job.stop()  # nobody gets the room before
+            batch.job.stop()  # until then, helpers may write to the room
 
     def _begin(self, left: deque[StoredSpan], room: Room) -> _Batch:
-        """Has the next spans that fit into a room together read there, and takes them from `left`.
+        """Returns a batch of the next spans that fit into the room together, removed from `left`.
 
-        Nobody needs what was in the room.
+        Helpers may begin to read the batch at once. The room loses its earlier content.
         """
         planned, files, num_bytes = list[_Planned](), list[ToRead](), 0
         while left:
@@ -290,14 +294,17 @@ class _Load:
         at, memory = room.take(num_bytes)
         each = max(1, min(MOST_FILES, _LARGE * len(files) // max(num_bytes, 1)))
         parts = [_Part(files[i : i + each], room, at, memory) for i in range(0, len(files), each)]
-        # Without C, small files take Python longer than the disk, and threads are no help.
+        # Without C, small files cost more time in Python than on the disk: threads do not help.
         are_shared = num_bytes >= _LARGE * len(files) or all(
             file.wanted.selection.plan is not None for file in files
         )
         return _Batch(planned, Job(self._read, parts, num_bytes if are_shared else 0))
 
     def _plan_of(self, span: StoredSpan, lo: int, hi: int, room: Room) -> tuple[_Plan, list[str]]:
-        """What the sections need of tokens `lo` to `hi`, and the files' keys. Raises StoreError."""
+        """Returns the plan for tokens `lo` to `hi` of a span, and the keys of the span's files.
+
+        Raises StoreError.
+        """
         num_tokens = span.num_entry_tokens
         if not span.stop - span.start <= num_tokens <= self.of.chunk_tokens:
             raise StoreError(
@@ -319,9 +326,9 @@ class _Load:
     def _plan(
         self, span: StoredSpan, kinds: Sequence[Kind], takes: Sequence[bool], room: Room
     ) -> _Plan:
-        """What spans like this one need. Raises StoreError.
+        """Makes the plan for spans like this one. Raises StoreError.
 
-        takes: which sections have some of its tokens
+        takes: for each section, False if the tokens of the span lie in null blocks alone
         """
         takers = [section for section, is_one in zip(self.sections, takes, strict=True) if is_one]
         sources = self.of.sources(span, kinds, takers, room)
@@ -330,7 +337,7 @@ class _Load:
         return _Plan(sources, num_bytes, coarser)
 
     def _read(self, part: _Part) -> list[Snapshot | StoreError]:
-        """What is in files, or why it is not loaded. Corrupt ones are deleted."""
+        """Returns a snapshot of each file, or why it is not loaded. Deletes corrupt files."""
         files, room, at, memory = part
         try:
             self._raise_if_cancelled()
@@ -339,7 +346,7 @@ class _Load:
         return self.of.entries.read_all(files, room, at, memory)
 
     def _copy(self, batch: _Batch, read: Sequence[list[Snapshot | StoreError]]) -> None:
-        """Copies what has been read, up to the first bad file. Raises why it is bad."""
+        """Copies a batch in order. Raises the StoreError of the first span that is not loaded."""
         files = chain.from_iterable(read)
         for lo, hi, plan in batch.spans:
             self._raise_if_cancelled()
@@ -353,14 +360,14 @@ class _Load:
                     self._restore()
                     raise snapshot
                 found.append((snapshot, source.takers))
-            # Files that only other ranks load count too: later tokens depend on them.
+            # Files that only other ranks load count too: later tokens are computed from them.
             for precision in plan.coarser:
                 self.of.carried.take(precision)
             self._add(found, lo, hi)
         self._restore()
 
     def _add(self, read: Sequence[tuple[Snapshot, list[Section]]], lo: int, hi: int) -> None:
-        """Has tokens `lo` to `hi` copied: now, or together with those that follow."""
+        """Copies tokens `lo` to `hi` now, or later together with the tokens that follow."""
         if len(read) == 1:
             ((snapshot, takers),) = read
             is_next = self._last == lo and _are_same(takers, self._takers)
@@ -377,13 +384,13 @@ class _Load:
             for section in takers:
                 served[id(section)] = section
                 restored += snapshot.restore(section, lo, hi, stream=self.stream)
-        # Files of other ranks may have the same heads.
+        # Files of several ranks may hold the same heads.
         needed = sum(section.num_bytes(hi - lo) for section in served.values())
         self.num_bytes += min(restored, needed)
         self.progress.stop = hi
 
     def _restore(self) -> None:
-        """Copies what waits."""
+        """Copies the snapshots in `_waiting`."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             for section in self._takers:
@@ -393,7 +400,7 @@ class _Load:
             self.progress.stop = self._last
 
     def _check(self, batch: _Batch, left: deque[StoredSpan], room: Room) -> None:
-        """Reads files that are not loaded any more; corrupt ones are deleted."""
+        """Reads the files that will not be loaded, so that corrupt ones are deleted."""
         while batch.spans and not self.progress.is_cancelled:
             batch.job.results()
             batch = self._begin(left, room)
@@ -405,18 +412,21 @@ class _Load:
 
 @lru_cache(maxsize=512)
 def _blank(kind: Kind, num_tokens: int, fingerprint: str) -> Snapshot:
-    """What a file of a kind holds, without the data. Raises StoreError if it is too long."""
+    """Returns a snapshot like that of a file of this kind, but without data.
+
+    Raises StoreError if such a file is too long.
+    """
     header = Header(0, "", kind.with_fingerprint(fingerprint))
     return Snapshot(header, np.zeros(num_tokens, np.int64), kind.layout(num_tokens).tensors)
 
 
 def says_precision(section: Section) -> bool:
-    """Whether Section.precision is known to be that of its values."""
+    """True if Section.precision is known to be the precision of the section's values."""
     return section.encoding != VALUES or section.view.facts.compute_dtype is not None
 
 
 def _meet(kind: Kind, section: Section) -> bool:
-    """Whether files of a kind have something of a section."""
+    """True if files of this kind hold some heads of some layers of the section."""
     first, last = section.heads
     return any(
         max(first, kind.heads_of(layer)[0]) < min(last, kind.heads_of(layer)[1])
@@ -425,7 +435,7 @@ def _meet(kind: Kind, section: Section) -> bool:
 
 
 def _hold(kinds: Sequence[Kind], layer: int, heads: tuple[int, int]) -> bool:
-    """Whether kinds have all these heads of a layer together."""
+    """True if the kinds together hold all these heads of a layer."""
     ranges = sorted(kind.heads_of(layer) for kind in kinds if layer in kind.layers)
     at = heads[0]
     for first, last in ranges:

@@ -1,7 +1,7 @@
-"""Marks: small files that lead from the first tokens of an entry to all of them.
+"""Marks: small files that lead from the first tokens of an entry to the whole entry.
 
-A lookup that finds no file of a whole chunk asks for a few marks by name, and lists no folder.
-Format: docs/store_format.md, "Marks". Nobody loses more than a hit if a mark is lost.
+If a chunk of a prompt has no entry, a lookup asks for a few marks by name; it lists no folder. A
+lost mark costs a cache hit, and no more. Format: docs/store_format.md, "Marks".
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kvx_core.stores.names import (
 _MAGIC = b"KVXMARK3"
 _SIGNED, _ENCRYPTED = 1, 2
 _HEAD = struct.Struct("<8sIIQQ32s32s")  # magic, flags, n, ids of the keys, random bytes, parent
-_CLEAR_BYTES = 64  # of the head, if the rest is encrypted
+_CLEAR_BYTES = 64  # bytes of the head that stay in the clear if a mark is encrypted
 _ID_BYTES, _CHECK_BYTES, _MAC_BYTES = 8, 16, 32
 _PURPOSE = b"kvx mark"
 
-_MOST_HELD = 1 << 21  # tokens of marks that are remembered: 16 MB
-_MARK_TOKENS = 64  # what a mark takes of that beside its tokens
-_TAKEN_SECONDS = 30.0  # that a writer takes a rung for held without asking again
-_GAP = 2  # rungs without a mark in a row: a lookup asks for no longer ones
-_TRIES = 3  # when other writers are at the same rung
+_MOST_HELD = 1 << 21  # most tokens of marks that are remembered: 16 MB
+_MARK_TOKENS = 64  # each remembered mark counts as so many tokens more than it has
+_TAKEN_SECONDS = 30.0  # for so long a writer takes a rung for held without asking again
+_GAP = 2  # a lookup stops after so many rungs in a row that have no mark
+_TRIES = 3  # at one rung, while other writers change its mark
 
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """An entry: the key of all tokens before it, and its own tokens."""
+    """The entry that a mark leads to: the key of all tokens before it, and its own tokens."""
 
     parent: str
     ids: Ids
@@ -61,15 +61,15 @@ class Mark:
         return key_of(self.parent, self.ids)
 
     def begins_with(self, other: Mark) -> bool:
-        """Whether the other one, of the same parent, is the same entry or a shorter one."""
+        """True if this entry begins with all tokens of `other`, which has the same parent."""
         return shared_tokens(self.ids, other.ids) == len(other.ids)
 
 
-_FOREIGN = Mark("", np.zeros(0, np.int64))  # one that this process has no key for
+_FOREIGN = Mark("", np.zeros(0, np.int64))  # any mark that is written with other keys
 
 
 def mark_bytes(mark: Mark, secrets: Secrets) -> bytes:
-    """The content of a file."""
+    """Returns the content of the file of a mark."""
     signer, encrypter = secrets.signer, secrets.encrypter
     random = b"" if encrypter is None else os.urandom(RANDOM_BYTES)
     raw = _HEAD.pack(
@@ -90,17 +90,17 @@ def mark_bytes(mark: Mark, secrets: Secrets) -> bytes:
 
 
 def most_bytes(chunk_tokens: int) -> int:
-    """The size of the largest mark."""
+    """Returns the size of the largest mark in bytes."""
     return _HEAD.size + chunk_tokens * _ID_BYTES + _MAC_BYTES + TAG_BYTES
 
 
 def parse_mark(
     raw: bytes, name: str, secrets: Secrets, chunk_tokens: int, length: int | None = None
 ) -> Mark:
-    """The mark in a file, which anybody may have written.
+    """Parses the file of a mark, which anybody may have written.
 
-    name:   of the file. The entry has to have this rung
-    length: how many tokens the rung is of; None: any that it can be
+    name:   the file's name; the rung in it must be one of the entry's
+    length: the number of tokens of the rung; None: any rung of the entry will do
     Raises CorruptError; UnsignedError if it is not written with the keys of this process.
     """
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
@@ -149,13 +149,13 @@ def parse_mark(
 
 
 def _size(flags: int, count: int) -> int:
-    """The bytes of a mark of so many tokens."""
+    """Returns the size in bytes of a mark with these flags and `count` tokens."""
     check_bytes = _MAC_BYTES if flags & _SIGNED else _CHECK_BYTES
     return _HEAD.size + count * _ID_BYTES + check_bytes + TAG_BYTES * bool(flags & _ENCRYPTED)
 
 
 def _is_part(raw: bytes) -> bool:
-    """Whether a file ends before the mark that it begins as: it may be written just now."""
+    """True if a file is only the beginning of a mark: it may be written just now."""
     if len(raw) < _HEAD.size:
         return raw[: len(_MAGIC)] == _MAGIC[: len(raw)]
     magic, flags, count, *_ = _HEAD.unpack_from(raw)
@@ -170,11 +170,12 @@ def _says(signed: bool, encrypted: bool) -> str:
 def candidates(
     read: Callable[[int, str], Mark | None], parent: str, rest: Ids, chunk_tokens: int
 ) -> list[tuple[int, Mark]]:
-    """Entries below a parent that share tokens with a prompt, and how many: the most first.
+    """Returns the entries below a parent that begin like a prompt, each with the number of tokens
+    that it shares with the prompt: the most first.
 
-    read: the mark at a rung of so many tokens, or None; what it raises is passed on
-    rest: what is left of the prompt
-    Returns at most RUNGS. The entries may have gone meanwhile.
+    read: returns the mark at a rung of so many tokens, or None; its errors are passed on
+    rest: the rest of the prompt, after the tokens of the parent
+    Returns at most RUNGS entries. Some of them may have been deleted.
     """
     found, absent = list[tuple[int, Mark]](), 0
     for length, rung in rungs(parent, rest, chunk_tokens):
@@ -190,15 +191,15 @@ def candidates(
 
 
 class KnownMarks:
-    """Marks as they were when somebody last looked, not long ago. Threads may share it.
+    """Remembers marks that were seen lately. Threads may share it.
 
-    Bounded: what was seen first is forgotten first.
+    Bounded: it forgets first the mark that was seen first.
     """
 
     def __init__(
         self, fresh_seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """fresh_seconds: that memory answers for the disk"""
+        """fresh_seconds: returns for how many seconds memory answers for the disk"""
         self._fresh_seconds = fresh_seconds
         self._clock = clock
         self._lock = Lock()
@@ -206,7 +207,7 @@ class KnownMarks:
         self._num_held = 0
 
     def saw(self, space: str, rung: str, mark: Mark | None) -> None:
-        """A rung had this mark just now; None: it had none."""
+        """Remembers that a rung had this mark just now; None: it had no mark."""
         with self._lock:
             self._forget((space, rung))
             self._seen[space, rung] = self._clock(), mark
@@ -215,12 +216,12 @@ class KnownMarks:
                 self._forget(next(iter(self._seen)))
 
     def forget(self, space: str, rung: str) -> None:
-        """Nothing is known of a rung any more."""
+        """Forgets what is known of a rung."""
         with self._lock:
             self._forget((space, rung))
 
     def known(self, space: str, rung: str) -> Mark | None:
-        """The mark at a rung; None: there is none. Raises Unknown."""
+        """Returns the mark at a rung, or None if the rung has none. Raises NotCached."""
         found = self._seen.get((space, rung))
         if found is None or self._clock() - found[0] >= self._fresh_seconds():
             raise NotCached
@@ -229,7 +230,7 @@ class KnownMarks:
     def candidates(
         self, space: str, parent: str, rest: Ids, chunk_tokens: int
     ) -> list[tuple[int, Mark]]:
-        """As Marks.candidates. Raises Unknown."""
+        """As Marks.candidates. Raises NotCached."""
         return candidates(lambda _, rung: self.known(space, rung), parent, rest, chunk_tokens)
 
     def _forget(self, place: tuple[str, str]) -> None:
@@ -245,7 +246,7 @@ def _weight(mark: Mark | None) -> int:
 class Marks:
     """The marks of a store. Threads may share it.
 
-    known: what lookups from memory may take for true
+    known: the marks that lookups from memory may rely on
     """
 
     def __init__(
@@ -258,29 +259,29 @@ class Marks:
         states: Callable[[str], Iterable[str]] = lambda space: (),
     ) -> None:
         """index:  is told of files that are corrupt or cannot be read
-        kinds:  of a space, all that its entries' files may have, as this process knows; with
-                lists=True as the folder has it now
-        states: those of them that are states, which marks do not lead to
+        kinds:  returns the ids of all kinds that files of a space may have, as far as this process
+                knows; with lists=True it lists the folder of kinds first
+        states: returns the ids of the kinds of states of a space; marks do not lead to states
         """
         self._blobs, self._secrets, self._index = blobs, secrets, index
         self._kinds, self._states = kinds, states
         self.known = KnownMarks(lambda: index.fresh_seconds, clock)
-        self._taken = KnownMarks(lambda: _TAKEN_SECONDS, clock)  # by entries that were there
-        self._lock = Lock()  # of threads that replace marks
+        self._taken = KnownMarks(lambda: _TAKEN_SECONDS, clock)  # their entries were there
+        self._lock = Lock()  # held while a mark is replaced
 
     def read(
         self, space: str, rung: str, chunk_tokens: int, length: int | None = None
     ) -> Mark | None:
-        """The mark at a rung, as somebody has seen it lately or from the disk.
+        """Returns the mark at a rung: from memory if it was seen lately, else from the disk.
 
-        length: how many tokens the rung is of, if that is known
-        None: there is none that this process can use now. A corrupt one is deleted.
+        length: the number of tokens of the rung, if it is known
+        Returns None if there is no mark that this process can use now. Deletes a corrupt mark.
         """
         try:
             mark = self.known.known(space, rung)
         except NotCached:
             mark = None
-        if mark is not None:  # a new one may have come where there was none
+        if mark is not None:  # else a mark may have been made since
             return mark
         try:
             mark = self._read(space, rung, chunk_tokens, length)
@@ -292,7 +293,9 @@ class Marks:
     def candidates(
         self, space: str, parent: str, rest: Ids, chunk_tokens: int
     ) -> list[tuple[int, Mark]]:
-        """Entries below a parent that share tokens with a prompt, and how many: the most first."""
+        """Returns the entries below a parent that begin like a prompt, each with the number of
+        tokens that it shares with the prompt: the most first.
+        """
 
         def read(length: int, rung: str) -> Mark | None:
             return self.read(space, rung, chunk_tokens, length)
@@ -310,12 +313,13 @@ class Marks:
     ) -> Mark | None:
         """Makes the mark of an entry that is on the disk, unless all its rungs are held.
 
-        It takes the place of a shorter one that it begins with, if it has all of its kinds.
+        The mark replaces that of a shorter entry if the new entry begins with all tokens of the
+        shorter one, and has files of all its kinds.
 
-        from_memory: whether rungs that were held lately count as held
-        Returns the entry whose place it took: nobody needs it any more.
+        from_memory: True: a rung that was held lately counts as held
+        Returns the shorter entry whose mark was replaced: nobody needs it any more. Else None.
         """
-        own = Mark(parent, ids.copy())  # not a part of a larger array, which it would keep
+        own = Mark(parent, ids.copy())  # a copy, since a view would keep a larger array
         try:
             for length, rung in rungs(parent, ids, chunk_tokens):
                 if not from_memory:
@@ -341,9 +345,10 @@ class Marks:
         return None
 
     def _holder(self, space: str, rung: str, chunk_tokens: int, length: int) -> Mark | None:
-        """The mark at a rung, as a writer saw it lately or from the disk; None: it is free.
+        """Returns the mark at a rung, as a writer saw it lately or from the disk; None: the rung is
+        free.
 
-        The mark of an entry that has gone is deleted. Raises StoreError.
+        Deletes the mark of an entry that is gone. Raises StoreError.
         """
         try:
             return self._taken.known(space, rung)
@@ -358,15 +363,15 @@ class Marks:
         return mark
 
     def kinds_of(self, space: str, mark: Mark, *, lists: bool = False) -> list[str]:
-        """The kinds of an entry's files that are there. Raises StoreError.
+        """Returns the kinds of the files that an entry has. Raises StoreError.
 
-        lists: also kinds that others have made since this process looked
+        lists: also asks for files of kinds that others have made since this process looked
         """
         is_there, kinds = self._blobs.is_there, self._kinds(space, lists=lists)
         return [kind for kind in kinds if is_there(entry_name(space, mark.key, kind))]
 
     def has_tokens(self, space: str, mark: Mark) -> bool:
-        """Whether a file of an entry is there that is no state. Raises StoreError."""
+        """True if an entry has a file that holds no states. Raises StoreError."""
         return any(
             self._blobs.is_there(name)
             for lists in (False, True)
@@ -374,12 +379,12 @@ class Marks:
         )
 
     def _tokens_of(self, space: str, mark: Mark, *, lists: bool = False) -> list[str]:
-        """The names that files of an entry may have, without those of states."""
+        """Returns the names that files of an entry may have, without the files of states."""
         kinds, states = self._kinds(space, lists=lists), set(self._states(space))
         return [entry_name(space, mark.key, kind) for kind in kinds if kind not in states]
 
     def has_kinds(self, space: str, mark: Mark, other: Mark) -> bool:
-        """Whether an entry has files of all kinds of another one, which has no state.
+        """True if an entry has files of all kinds of another entry, and the other has no states.
 
         Nobody can use a state for other tokens than its own. Raises StoreError.
         """
@@ -393,11 +398,11 @@ class Marks:
         return True
 
     def _is_there(self, space: str, mark: Mark) -> bool:
-        """Whether there may be a file of an entry's tokens. Raises StoreError."""
+        """True if a file of an entry's tokens may exist. Raises StoreError."""
         return self.has_tokens(space, mark) or not self._tokens_of(space, mark)
 
     def _replace(self, space: str, rung: str, held: Mark, own: Mark, chunk_tokens: int) -> bool:
-        """Puts a mark in the place of another; False if that one is not there any more."""
+        """Replaces the mark `held` by `own`; False if `held` is not at the rung any more."""
         with self._lock:
             now = self._read(space, rung, chunk_tokens)
             if now is None or now.key != held.key:
@@ -414,10 +419,12 @@ class Marks:
         *,
         is_writer: bool = False,
     ) -> Mark | None:
-        """From the disk; _FOREIGN for one of other keys. Raises StoreError.
+        """Reads a mark from the disk. Returns _FOREIGN for a mark of other keys, None if there is
+        no good mark. Deletes a corrupt mark. Raises StoreError.
 
-        is_writer: deletes what is only a part of a mark. Readers leave it: a writer may be at work,
-                   and who takes its place at the same moment costs it no more than partial hits
+        is_writer: True: also deletes a file that is only a part of a mark. Readers leave it, since
+                   another writer may be at work. If this deletes that writer's mark, it costs
+                   partial hits, and no more
         """
         name = mark_name(space, rung)
         raw = mark = None

@@ -1,4 +1,7 @@
-"""Match: what of a prompt a prefix store has. Plain data that may go to another process."""
+"""Match: the part of a prompt that a prefix store has.
+
+It is plain data, which may be sent to another process.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ class StoredSpan:
 
     start: int
     stop: int
-    num_entry_tokens: int  # of the entry, which may continue with other tokens than the prompt
-    names: tuple[str, ...]  # of files that together hold all layers and heads that are needed
+    num_entry_tokens: int  # tokens of the entry, which may go on with other tokens than the prompt
+    names: tuple[str, ...]  # files that together hold all layers and heads that are needed
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest prefix of a prompt that is stored. Plain data: it may go to another process."""
+    """The longest prefix of a prompt that is stored. It may be sent to another process."""
 
     num_tokens: int
     spans: tuple[StoredSpan, ...]  # one after the other, from token 0
     states: tuple[str, ...] = ()  # files that together hold the states of these tokens
 
     def span_of_states(self, chunk_tokens: int) -> StoredSpan:
-        """The last tokens as the files of states have them."""
+        """Returns the span of the last chunk, with the files of states as its names."""
         first = max(self.num_tokens - 1, 0) // chunk_tokens * chunk_tokens
         return StoredSpan(first, self.num_tokens, self.num_tokens - first, self.states)
 
     @property
     def names(self) -> list[str]:
-        """All files."""
+        """The names of all files."""
         return [*(name for span in self.spans for name in span.names), *self.states]

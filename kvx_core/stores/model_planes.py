@@ -1,4 +1,4 @@
-"""ModelPlanes: the planes of a prefix store's model beside K and V: those of tokens, and states."""
+"""ModelPlanes: the planes of tokens, and the states, that a store's model has beside K and V."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvx_core.types import Role
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanes:
-    """The planes of all layers of a model, K and V in tiles left out."""
+    """The planes of all layers of a model, without K and V in tiles."""
 
     kinds: frozenset[PlaneKind] = frozenset()
 
@@ -31,13 +31,14 @@ class ModelPlanes:
 
     @property
     def states(self) -> frozenset[PlaneKind]:
-        """Those that belong to all tokens of a prefix together."""
+        """The planes that belong to all tokens of a prefix together."""
         return frozenset(kind for kind in self.kinds if not kind.tokens_per_entry)
 
     def state_heads(self, given: Any, kv_heads: Sequence[int]) -> tuple[int, ...]:
-        """The heads of the states of each layer, as SpaceRecord has them.
+        """Returns the number of heads of the states of each layer, as SpaceRecord has it.
 
-        given: as PrefixStore takes it: a number, or one of each layer; None: those of K and V
+        given: the argument of PrefixStore: one number for all layers, or one for each layer; None:
+               as many as K and V have
         Raises InvalidArgumentError.
         """
         if not self.states:
@@ -61,7 +62,7 @@ class ModelPlanes:
         return tuple(found)
 
     def check_chunks(self, chunk_tokens: int) -> None:
-        """Raises InvalidArgumentError unless chunks consist of complete entries of planes."""
+        """Raises InvalidArgumentError unless a chunk consists of complete entries of each plane."""
         for kind in self.kinds:
             if kind.tokens_per_entry and chunk_tokens % kind.tokens_per_entry:
                 raise InvalidArgumentError(
@@ -70,10 +71,11 @@ class ModelPlanes:
                 )
 
     def check_section(self, section: Section, part: Section, *, states: bool) -> None:
-        """Raises InvalidArgumentError unless a section has planes of the model alone, and a part of
-        it all of one sort of its layers.
+        """Raises InvalidArgumentError if a section has a plane that the model does not have, or if
+        `part` lacks a plane of its sort that the model has in the same layers.
 
-        part: what the section has of tokens, or its states
+        part:   the part of the section that holds tokens, or its states
+        states: True: `part` is the states
         """
         there = self.states if states else self.kinds - self.states
         expected = {kind for kind in there if kind.layer in part.layers}
@@ -84,11 +86,11 @@ class ModelPlanes:
     def check_load(
         self, sections: Iterable[Section], states: Iterable[Section], stop: int, end: int
     ) -> None:
-        """Raises unless tokens up to `stop` can be loaded into sections from a match of `end`.
+        """Raises unless tokens up to `stop` of a match of `end` tokens can be loaded into sections.
 
         states: all states of the sections
-        Raises InvalidArgumentError if layers lack states that the model has there; StoreError if
-        those of the match are not of so many tokens.
+        Raises InvalidArgumentError if a layer lacks states that the model has there; StoreError if
+        `stop` is not `end`, since the states of a match belong to all of its tokens.
         """
         if not self.states or not stop:
             return

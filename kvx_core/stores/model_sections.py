@@ -1,4 +1,4 @@
-"""ModelSections: sections as those of a store's model, each view checked once."""
+"""ModelSections: checks that sections are of a store's model, and completes their facts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvx_core.stores.model_planes import ModelPlanes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSections:
-    """What a store requires of sections.
+    """The facts of a model that a store's sections must have. Each view is checked once.
 
-    is_lossy: the store's entries may be rounded when they are stored
+    is_lossy: True: the store may round values when it stores them
     """
 
     fingerprint: str
@@ -27,9 +27,11 @@ class ModelSections:
     def all_of(
         self, sections: Iterable[Section], *, states: bool = False, captured: bool = False
     ) -> list[Section]:
-        """What each section has of tokens, or its states; those that have none are left out.
+        """Returns the part of each section that holds tokens; sections without one are left out.
 
-        Raises InvalidArgumentError if none has any and they are to be captured, and as `_of`.
+        states:   True: returns the part that holds states instead
+        captured: True: the values of the sections are to be stored
+        Raises as `_of`; and InvalidArgumentError if `captured` and no section has such a part.
         """
         each = [self._of(section, states, captured) for section in sections]
         found = [section for section in each if section is not None]
@@ -41,12 +43,13 @@ class ModelSections:
         return found
 
     def _of(self, section: Section, states: bool, captured: bool) -> Section | None:
-        """The section with the fingerprint and heads of this model filled in.
+        """Returns a part of a section, with the fingerprint and heads of this model filled in.
 
-        states:   its states alone; else all but these. None: it has no such
-        captured: its values are to be stored
-        Raises InvalidArgumentError if it is of another model, UnsupportedError if the format rounds
-        what an exact store would capture. What is found of a view is kept with it.
+        states:   True: the part is its states; False: it is all but its states
+        captured: True: its values are to be stored
+        Returns None if the section has no such part. The result is kept with the section's view.
+        Raises InvalidArgumentError if the section is of another model; UnsupportedError if
+        `captured`, the store is exact and the format rounds the section.
         """
         kept = section.view.memo
         key = self, states, captured, section.layers, section.encoding
@@ -57,7 +60,7 @@ class ModelSections:
                 part = self._completed(part, states)
                 if captured:
                     self._check_exact(part)
-            # A view that referred to itself would stay until garbage collection.
+            # A view that referred to itself would not be freed before garbage collection.
             is_same = part is not None and part.view is section.view
             kept[key] = None if part is None else (part.layers, None if is_same else part.view)
         found = kept[key]
@@ -94,7 +97,7 @@ class ModelSections:
                 f"{sorted(totals)} heads, expected as many in all. Make a section of each"
             )
         wanted: dict[str, object] = {"fingerprint": self.fingerprint}
-        if not states:  # of which a section with K and V does not say it
+        if not states:  # total_kv_heads of a section with K and V is not that of its states
             wanted["total_kv_heads"] = totals.pop()
         for name, expected in wanted.items():
             found = getattr(section.view.facts, name)
@@ -105,7 +108,7 @@ class ModelSections:
                 )
 
     def _check_exact(self, section: Section) -> None:
-        """Raises UnsupportedError if the format rounds a section and the store is an exact one."""
+        """Raises UnsupportedError if the store is exact and the format rounds the section."""
         if not self.is_lossy and self.format.rounds(section):
             raise UnsupportedError(
                 f"format is {self.format.name!r} and rounds K or V of layers {section.layers}, "

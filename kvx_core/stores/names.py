@@ -1,4 +1,4 @@
-"""Names of the files of a store: made and parsed here. Format: docs/store_format.md, "Files"."""
+"""Makes and parses the names of a store's files. Format: docs/store_format.md, "Files"."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 
-RUNGS = 8  # of a chunk
-FOLDER_DIGITS = 2  # of a name, which its folder has: at most 256 folders
+RUNGS = 8  # per chunk
+FOLDER_DIGITS = 2  # the first digits of a file's name are its folder: at most 256 folders
 _RUNG = b"kvx rung"
 _ID_BYTES = 8
 _KEY = re.compile("[0-9a-f]{64}")
@@ -34,9 +34,10 @@ class EntryName(NamedTuple):
 
 
 def key_of(parent: str, ids: Ids) -> str:
-    """The key of `ids` and all tokens before them; that of a full chunk is the next one's parent.
+    """Returns the key of `ids` and all tokens before them: after a full chunk, the parent of the
+    next chunk.
 
-    parent: the key of all tokens before, or the space
+    parent: the key of all tokens before `ids`, or the space if there are none
     ids: (n,), int64, contiguous
     """
     digest = hashlib.sha256(bytes.fromhex(parent))
@@ -45,7 +46,7 @@ def key_of(parent: str, ids: Ids) -> str:
 
 
 def rung_of(parent: str, ids: Ids) -> str:
-    """The rung of all that begins with `ids` below a parent.
+    """Returns the rung that entries below a parent have if they begin with `ids`.
 
     ids: (d,), int64, contiguous
     """
@@ -55,7 +56,7 @@ def rung_of(parent: str, ids: Ids) -> str:
 
 
 def rungs(parent: str, ids: Ids, chunk_tokens: int) -> Iterator[tuple[int, str]]:
-    """The rungs of an entry, or of what is left of a prompt: (d, rung of the first d ids)."""
+    """Yields the rungs of an entry, or of the rest of a prompt: (d, rung of the first d ids)."""
     data, digest, hashed = ids.data.cast("B"), hashlib.sha256(_RUNG + bytes.fromhex(parent)), 0
     for i in range(RUNGS):
         length = i * chunk_tokens // RUNGS
@@ -67,53 +68,53 @@ def rungs(parent: str, ids: Ids, chunk_tokens: int) -> Iterator[tuple[int, str]]
 
 
 def entry_name(space: str, key: str, kind: str) -> str:
-    """The name of the file that one kind of writer has made of an entry."""
+    """Returns the name of the file of one kind of an entry."""
     return f"{space}/{key[:FOLDER_DIGITS]}/{key}.{kind}.safetensors"
 
 
 def mark_name(space: str, rung: str) -> str:
-    """The name of a mark."""
+    """Returns the name of a mark."""
     return f"{space}/{rung[:FOLDER_DIGITS]}/{rung}.mark"
 
 
 def kind_name(space: str, kind: str) -> str:
-    """The name of the record of a kind."""
+    """Returns the name of the record of a kind."""
     return f"{kinds_folder(space)}/{kind}.json"
 
 
 def kinds_folder(space: str) -> str:
-    """The folder of the records of a space's kinds."""
+    """Returns the folder of the records of a space's kinds."""
     return f"{space}/kinds"
 
 
 def space_record(space: str) -> str:
-    """The name of the record of a space."""
+    """Returns the name of the record of a space."""
     return f"{space}/space.json"
 
 
 def model_record(space: str) -> str:
-    """The name of the record of a space's model."""
+    """Returns the name of the record of a space's model."""
     return f"{space}/model.json"
 
 
 def parse_entry(name: str) -> EntryName | None:
-    """Parses the name of an entry's file; None if it is another one."""
+    """Parses the name of an entry's file; returns None for any other name."""
     found = _ENTRY.fullmatch(name)
     return found and EntryName(name, *found.group("space", "key", "kind"))
 
 
 def is_mark(name: str) -> bool:
-    """Whether it is the name of a mark."""
+    """True if `name` is the name of a mark."""
     return _MARK.fullmatch(name) is not None
 
 
 def is_key(text: str) -> bool:
-    """Whether it has the form of a key."""
+    """True if `text` has the form of a key."""
     return _KEY.fullmatch(text) is not None
 
 
 def shared_tokens(ids: Ids, others: Ids) -> int:
-    """The length of the common prefix."""
+    """Returns the length of the common prefix."""
     count = min(len(ids), len(others))
     differs = ids[:count] != others[:count]
     return int(differs.argmax()) if differs.any() else count

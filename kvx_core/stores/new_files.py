@@ -1,4 +1,4 @@
-"""Files of a store on their way: written under `.tmp`, brought to the disk, given their names."""
+"""NewFiles: writes files of a store in `.tmp`, syncs them, and gives them their names."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Written:
 
     @property
     def num_bytes(self) -> int:
-        """On the disk. Raises OSError."""
+        """Bytes on the disk. Raises OSError."""
         return _bytes_of(self.temporary.file)
 
 
 class Place:
-    """Handles of a store's root and of the folder of temporary files, opened when it is needed."""
+    """Handles of a store's root and of its temporary files' folder, opened when first needed."""
 
     def __init__(self, root: int, open_temporaries: Callable[[], int]) -> None:
         self.root, self._open_temporaries = root, open_temporaries
 
     @cached_property
     def temporaries(self) -> int:
-        """Raises OSError. Threads that need it at once may open one each."""
+        """The folder's handle. Threads that need it at once may open one each. Raises OSError."""
         return self._open_temporaries()
 
 
@@ -62,13 +62,13 @@ class NewFiles:
     """Writes the files of one directory."""
 
     def __init__(self, root: Root, shown: Path, folder_mode: int, temporaries: Temporaries) -> None:
-        """shown: the root's path, for messages"""
+        """shown: the path of the root, for messages"""
         self._root, self._shown = root, shown
         self._folder_mode, self._temporaries = folder_mode, temporaries
 
     @contextmanager
     def place(self) -> Iterator[Place]:
-        """Where files are written, for a `written` or many. Raises OSError."""
+        """Yields the place for calls of `written`. Makes a missing root. Raises OSError."""
         with ExitStack() as opened:
             try:
                 root = self._root.open()
@@ -82,8 +82,9 @@ class NewFiles:
     def written(
         self, place: Place, name: str, write: Callable[[BinaryIO], None]
     ) -> Iterator[Written | None]:
-        """What `write` writes; None if the name exists. Without a name it is gone afterwards.
+        """Yields a new file that `write` has written; None if the name exists already.
 
+        At the end of the context, the file is deleted unless it has got its name.
         Raises OSError, StoreError.
         """
         if self._is_there(place.root, name):
@@ -95,9 +96,10 @@ class NewFiles:
             yield Written(name, temporary)
 
     def write_in_place(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
-        """Writes a file under its name, where others may see a part of it, and brings nothing to
-        the disk: a third of the time. Its bytes on the disk; None if the name exists.
+        """Writes a file under its own name, where others may see a part of it, and syncs nothing:
+        this takes a third of the time.
 
+        Returns the file's bytes on the disk; None if the name exists already.
         Raises OSError; StoreError if something else than a file has the name.
         """
         path, _, last = name.rpartition("/")
@@ -105,7 +107,7 @@ class NewFiles:
             folder = make_folders(place.root, path, self._folder_mode, _nothing)
             opened.callback(close, folder)
             try:
-                # With its mode from the start: others may read it before it has all of its bytes.
+                # Made with its mode: others may open it before it has all of its bytes.
                 handle = os.open(last, NEW, self._temporaries.file_mode, dir_fd=folder)
             except FileExistsError:
                 self._is_there(place.root, name)
@@ -122,15 +124,15 @@ class NewFiles:
                 raise
 
     def _file(self, handle: int, name: str) -> BinaryIO:
-        """What writes a file. The handle stays open."""
+        """Returns a file object for a handle, which stays open when the object is closed."""
         file = _NewFile(handle, "r+b", closefd=False)
         file.name = f"{self._shown}/{name}"
         return file
 
     def publish(self, place: Place, written: Written) -> bool:
-        """Brings a file to the disk and gives it its name; False if another writer was first.
+        """Syncs a file to the disk and gives it its name; False if another writer was first.
 
-        Then its name and its folders are on the disk, too. Raises OSError.
+        Syncs the name and its folders too. Raises OSError.
         """
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
@@ -146,11 +148,12 @@ class NewFiles:
         return is_new
 
     def publish_all(self, place: Place, files: Sequence[Written]) -> list[bool | OSError | None]:
-        """`publish` for each, on a file system that `syncs_together`, and what it returns.
+        """Publishes several files on a file system that `syncs_together`.
 
-        None: a file has no name yet, and has to be published alone; an error: its name may not be
-        on the disk. The disk is asked twice, not three times for each file; all other writes to the
-        file system are synced with them. Raises OSError if no file has its name.
+        Returns for each file what `publish` returns; None if the file has no name yet, and must be
+        published alone; or an OSError if its name may not be on the disk. Syncs the file system
+        twice, with all other writes to it, instead of three times for each file.
+        Raises OSError if no file has got its name.
         """
         sync_file_system(place.root)
         named: list[bool | OSError | None] = []
@@ -220,13 +223,13 @@ class _NewFile(io.FileIO):
 
 
 def _bytes_of(handle: int) -> int:
-    """Of a file, on the disk. Raises OSError."""
+    """Returns how many bytes a file takes on the disk. Raises OSError."""
     status = os.fstat(handle)
     return allocated(status) or status.st_size
 
 
 def _nothing(folder: int) -> None:
-    """For folders that are synced with all others."""
+    """Does nothing about a changed folder, where `sync_folder` would sync it."""
 
 
 def _link(temporary: Temporary, folder: int, name: str) -> bool:
@@ -241,6 +244,6 @@ def _link(temporary: Temporary, folder: int, name: str) -> bool:
         )
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links. A file it replaces has the same content
+    except OSError:  # no hard links here. A file that the rename replaces has the same content
         os.rename(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder)
     return True

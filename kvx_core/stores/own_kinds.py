@@ -1,4 +1,4 @@
-"""OwnKinds: how the files are laid out that a process captures from its caches."""
+"""OwnKinds: the kinds of the files that a process captures from its caches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.entries import LoadedPrecision
 from kvx_core.stores.loads import says_precision
 
-_MOST = 64  # that are remembered
+_MOST = 64  # kinds that are remembered
 
 
 class _Known(NamedTuple):
     kind: Kind
-    views: tuple[CacheView, ...]  # kept, so that their ids stay theirs
+    views: tuple[CacheView, ...]  # kept alive, so that no other view gets their ids
 
 
 class OwnKinds:
-    """Finds the kind of sections, once for the same views. Threads may share it."""
+    """Makes the kind of sections' files once for the same views. Threads may share it."""
 
     def __init__(
         self,
@@ -38,9 +38,10 @@ class OwnKinds:
         self._known: dict[object, _Known] = {}
 
     def at_most(self, sections: Sequence[Section], *, states: bool) -> Precisions:
-        """The precision that what is captured counts as at most, whatever its sections say.
+        """Returns the upper bound of the precision that captured values count as, whatever their
+        sections say.
 
-        states: the sections are of states, each of which is computed from all layers before it
+        states: True: the sections hold states, each of which is computed from all layers before it
         """
         carried, each = self._carried.precision, enumerate(self._own)
         if states:
@@ -50,8 +51,9 @@ class OwnKinds:
         return known if unsaid else carried
 
     def of(self, sections: Sequence[Section], at_most: Precisions, chunk_tokens: int) -> Kind:
-        """The kind of what is captured from these sections.
+        """Returns the kind of the files that are captured from these sections.
 
+        at_most: what `at_most` returned
         Raises InvalidArgumentError, UnsupportedError.
         """
         key = tuple((id(s.view), s.layers, s.encoding) for s in sections), at_most, chunk_tokens

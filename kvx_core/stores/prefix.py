@@ -1,9 +1,9 @@
 """PrefixStore: finds, loads and stores the keys and values of prefixes of prompts.
 
-A sequence is cut into chunks. Each chunk, the last one perhaps not full, is an entry; its key is a
-hash of it and all tokens before it, so that sequences with a common prefix share entries. An entry
+A sequence is cut into chunks; the last one may not be full. Each chunk is an entry, whose key is a
+hash of its tokens and all tokens before it: sequences with a common prefix share entries. An entry
 is one file, or several that each hold some layers and heads, as ranks of an engine write them, in
-one precision or more. docs/store_format.md has the format of files.
+one or more precisions. Format of the files: docs/store_format.md.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from kvx_core.stores.walk import Walk
 from kvx_core.stores.windows import Windows
 from kvx_core.types import DType
 
-_LISTED_SECONDS = 1.0  # that writers take a list of kinds for right
+_LISTED_SECONDS = 1.0  # for so long writers rely on a list of kinds
 
 
 class PrefixStore:
     """Keys and values of token prefixes of one model. Threads and processes may share a store.
 
     With accept "same", an entry is found and loaded if its values are at least as precise as those
-    of the reader's own cache. With "lossy", every entry is. Once a coarser entry was loaded,
-    everything that this object (and those it was `salted` from) captures counts as that coarse, and
+    of the reader's own cache. With "lossy", coarser entries are found and loaded too. Once one is
+    loaded, all that this object (or one related by `salted`) captures counts as that coarse, and
     readers that ask for more precision do not find it.
 
-    With a lossy format, everything is stored and found apart from what is exact and from what other
-    formats have rounded: its entries have other keys.
+    Entries in a lossy format have other keys than exact entries, and other keys than entries in
+    another lossy format: each of these is stored and found apart.
     """
 
     @takes(blobs=arguments.BLOBS, accept=arguments.accept)
@@ -95,28 +95,28 @@ class PrefixStore:
         windows: Sequence[int] | None = None,
         state_heads: int | Sequence[int] | None = None,
     ) -> None:
-        """A store of one model in `blobs`, which other models may use too.
+        """Opens the store of one model in `blobs`, which other models may use too.
 
         fingerprint:  of the model as it is computed; or its record, which people can then read
-        num_layers:   of the model; an entry is found once it holds all of them
-        total_kv_heads: of the model, in every layer; or of each layer, 0: it has states alone
+        num_layers:   of the model; an entry is found if it holds all of them
+        total_kv_heads: of the model, in every layer; or a list; 0: the layer has states alone
         precision:    of the reader's cache: Precision.of(dtype of the computation, dtype of K and
-                      V); or that of each layer
-        chunk_tokens: None: as the store has it, new_chunk_tokens, at least 16, for a new one
+                      V); or a list with the precision of each layer
+        chunk_tokens: None: that of the store, or new_chunk_tokens (at least 16) for a new store
         salt:         sequences with another salt are not found
         accept:       "same" or "lossy", see above
-        key:          at least 32 bytes: signs files, and only files signed with it are found; of
-                      several the first signs, and what any of them has signed is found. None:
-                      nothing is signed
-        encryption_key: the same for keys that files are encrypted with, with AES-256-GCM
-        planes:       beside K and V, of all layers of the model: entries with others are not found
-        format:       what K and V are stored in, such as "q8_0", see StorageFormat; None: as the
-                      cache has them
-        windows:      of each layer, how many tokens before the end of a prefix are loaded, the
-                      others being null blocks; 0: all. None: all of every layer
-        state_heads:  of the states of the model that ranks split, in every layer or of each; None:
-                      as many as KV heads
-        Raises InvalidArgumentError; StoreError if it is no store, or has another chunk_tokens.
+        key:          at least 32 bytes: files are signed with it, and only files signed with it are
+                      found. A list: the first key signs, and files signed with any of them are
+                      found. None: files are not signed
+        encryption_key: the same for keys that encrypt files, with AES-256-GCM
+        planes:       of all layers, beside K and V; entries with other planes are not found
+        format:       of K and V in files, such as "q8_0", see StorageFormat; None: as in the cache
+        windows:      for each layer, how many tokens before the end of a prefix are loaded, 0 for
+                      all; the rest are null blocks. None: all tokens of every layer
+        state_heads:  heads of the states that ranks split, in every layer; or a list; None: as many
+                      as KV heads
+        Raises InvalidArgumentError; StoreError if `blobs` holds no store that can be used with
+        these keys, or has another chunk_tokens.
         """
         num_layers = integer("num_layers", num_layers, 1)
         kv_heads = arguments.of_layers("total_kv_heads", total_kv_heads, num_layers)
@@ -161,14 +161,14 @@ class PrefixStore:
         self._rooms = Rooms()
 
     def salted(self, salt: str) -> Self:
-        """The same store for sequences with this salt."""
+        """Returns the same store for sequences with this salt."""
         instance("salt", salt, str, "a string")
         return self._of_record(self._record.salted(salt))
 
     def of_weights(self, fingerprint: str, epoch: str = "") -> Self:
-        """The same store for the model with other weights, and sequences without a salt.
+        """Returns the same store for the model with other weights, and sequences without a salt.
 
-        epoch: names the weights where they are not those of the model's files
+        epoch: names the weights if they are not those of the model's files
         """
         for name, value in {"fingerprint": fingerprint, "epoch": epoch}.items():
             instance(name, value, str, "a string")
@@ -184,22 +184,22 @@ class PrefixStore:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model as it is computed: see ModelRecord.fingerprint."""
+        """The fingerprint of the model as it is computed: see ModelRecord.fingerprint."""
         return self._record.fingerprint
 
     @property
     def is_lossy(self) -> bool:
-        """Whether values are rounded when they are stored here."""
+        """True if values are rounded when they are stored here."""
         return bool(self._record.lossy)
 
     @property
     def has_states(self) -> bool:
-        """Whether a prefix has states, which belong to all of its tokens together."""
+        """True if the model has states, which belong to all tokens of a prefix together."""
         return bool(self._planes.states)
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a full chunk."""
+        """The number of tokens of a full chunk."""
         if self._config is None:
             wanted = self._requested, self._otherwise
             self._config = stored_config(self._blobs, self._secrets, *wanted, waits=False)
@@ -209,52 +209,52 @@ class PrefixStore:
 
     @property
     def accept(self) -> Accept:
-        """Which entries are found: see the class."""
+        """The argument that says which entries are found: see the class."""
         return self._kinds.accept
 
     @property
     def carried(self) -> Precision:
-        """The coarsest precision that was loaded here and is coarser than this cache's own."""
+        """The coarsest of the loaded precisions that are coarser than this cache's own."""
         return self._carried.precision
 
     @takes(precision=arguments.PRECISION)
     def carry(self, precision: Precision) -> None:
         """Makes all that is captured from now on count as at most this precise.
 
-        A process that gets what another one has loaded passes the other's `carried`.
+        A process that gets tokens from another process passes the `carried` of that process.
         """
         self._carried.take(precision)
 
     @property
     def index(self) -> Index:
-        """What is known of the files without the disk; those that this was salted from share it."""
+        """The index of files in memory; stores related by `salted` share it."""
         return self._entries.index
 
     @property
     def kinds(self) -> Kinds:
-        """How the files of this space are laid out."""
+        """The kinds of this space: how its files are laid out."""
         return self._kinds
 
     @property
     def finder(self) -> Finder:
-        """Finds files on the disk."""
+        """A Finder that asks the disk for files."""
         return Finder(self._entries, self._kinds, self.chunk_tokens)
 
     @property
     def known(self) -> Finder:
-        """Finds files in memory, without the disk; raises index.Unknown."""
+        """A Finder that asks memory alone for files; its methods raise index.NotCached."""
         known = CachedEntries(self.index, self._entries.marks)
         return Finder(known, self._kinds, self.chunk_tokens)
 
     @takes(tokens=items)
     def nodes(self, tokens: Sequence[int] | npt.NDArray[Any]) -> list[str]:
-        """The key of the tokens before each chunk: the argument `node` of capture and missing."""
+        """Returns the key of the tokens before each chunk: `node` of `capture` and `missing`."""
         chain = self.chain_of(tokens)
         return [chain.node(i) for i in range(len(tokens) // self.chunk_tokens + 1)]
 
     @takes(num_tokens=int64, start=integer)
     def spans(self, num_tokens: int, start: int = 0) -> list[tuple[int, int]]:
-        """The chunks (start, stop) that tokens `start` to `num_tokens` lie in, the last one cut."""
+        """Returns the chunks (start, stop) of tokens `start` to `num_tokens`; the last is cut."""
         step = self.chunk_tokens
         arguments.check_spans(num_tokens, step)
         first = start // step * step if start < num_tokens else num_tokens
@@ -262,15 +262,16 @@ class PrefixStore:
 
     @takes(tokens=items)
     def lookup(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Match:
-        """The longest prefix of `tokens` that is stored, exact to the token.
+        """Returns the longest prefix of `tokens` that is stored, exact to the token.
 
-        An entry counts if accepted files together hold all its layers and heads, but for those that
-        `windows` leaves out before the last chunks; the most precise files are chosen. Where the
-        model has states, the prefix is the longest that has them too. Corrupt files do not count,
-        and are deleted, those behind the first one too. Files that cannot be read now, or are not
-        signed with the store's key, do not count. Entries that begin like the rest of the prompt
-        are found by their marks: a lookup may miss an eighth of a chunk where very many differ
-        late. Reads no keys or values. Raises InvalidArgumentError if `tokens` are no integers.
+        An entry counts if accepted files together hold all its layers and heads; before the last
+        chunks, layers with a window may be missing. Files in the cache's own precision are chosen
+        first, then finer ones, then coarser ones. If the model has states, the prefix is the
+        longest that has states too. Corrupt files do not count and are deleted, also those behind
+        the first one. Files that cannot be read now, or are not signed with the store's key, do not
+        count. Marks lead to entries that begin like the rest of the prompt: if very many of them
+        differ late, a lookup may miss an eighth of a chunk. Reads no keys or values.
+        Raises InvalidArgumentError if `tokens` are not integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
         walk.go_on(self.finder)
@@ -280,14 +281,14 @@ class PrefixStore:
     def chain_of(
         self, tokens: Sequence[int] | npt.NDArray[Any], node: str | None = None
     ) -> TokenChain:
-        """The keys of a sequence that may grow at its end, computed in pieces when asked for.
+        """Returns the keys of a sequence that may grow at its end; they are computed on demand.
 
-        node: the key of all tokens before it; None: it is a whole sequence
+        node: the key of all tokens before the sequence; None: the sequence is whole
         """
         return TokenChain(tokens, self._record.name if node is None else node, self.chunk_tokens)
 
     def walk(self, tokens: TokenChain, num_tokens: int, at_least: int = 1) -> Walk:
-        """A lookup of the first `num_tokens` tokens that goes on with `finder` or `known`.
+        """Returns a Walk over the first `num_tokens` tokens, to go on with `finder` or `known`.
 
         at_least: shorter matches need not be found
         """
@@ -307,19 +308,19 @@ class PrefixStore:
         from_memory: bool = False,
         states: bool = False,
     ) -> bool:
-        """Whether some of these layers and heads of the entry tokens[start:stop) are not stored
+        """True if some of these layers and heads of the entry tokens[start:stop) are not stored
         with the precision that they have here.
 
-        start, stop: as `spans` has them
-        heads:       first, and one past the last; or a list of these, one for each of `layers`
+        start, stop: as `spans` returns them
+        heads:       first, and one past the last; or a list of such pairs, one for each layer
         node:        nodes(tokens)[start // chunk_tokens], if it is known; then only
                      tokens[start:stop) is read
-        base:        with `node`, the position of tokens[0]: what is before it can be left out
-        from_memory: does not ask the disk; False for what was loaded or stored here, however long
-                     ago (see `confirm`); else True if memory does not know
-        states:      means the states of the first `stop` tokens; else all but states
-        Looks at names only; in stores with keys, also at who has written a file. Raises
-        InvalidArgumentError.
+        base:        with `node`, the position of tokens[0]: earlier tokens can be left out
+        from_memory: True: does not ask the disk. Returns False for what was loaded or stored here,
+                     however long ago (see `confirm`), and True for what memory does not know
+        states:      True: asks for states of the first `stop` tokens; else for all but states
+        Looks at names only; in stores with keys, also at the keys that a file was written with.
+        Raises InvalidArgumentError.
         """
         node, ids = self._span(tokens, start, stop, node, base)
         held = tuple(layers)
@@ -339,12 +340,11 @@ class PrefixStore:
         return not cover.hold(held, heads, self.carried, is_there)
 
     def confirm(self) -> None:
-        """Asks the disk for the files that `missing` took for stored from memory, and which were
-        not seen lately. Those that others have deleted are missing from now on; the others count as
-        used just now.
+        """Asks the disk for files that `missing` took for stored from memory, if they were not seen
+        lately. Files that others have deleted are missing from now on; the rest count as used now.
 
-        Of all stores that this was salted from. Raises StoreError; what it has not asked for is
-        asked for after the next `missing`.
+        This includes the files of stores related by `salted`. Raises StoreError; the files that are
+        left then are asked for after the next `missing`.
         """
         for name in self.index.take_doubted():
             self._entries.is_there(name)
@@ -361,10 +361,10 @@ class PrefixStore:
         base: int = 0,
         states: bool = False,
     ) -> Snapshot | None:
-        """Copies tokens `start` to `stop` of a sequence out of caches, into memory of the host.
+        """Copies tokens `start` to `stop` of a sequence from caches into host memory.
 
         tokens, start, stop, node, base, states: as for `missing`
-        sections: what is held here of the sequence
+        sections: the parts of the sequence that caches hold here
         Returns when the caches may change again; None if a block of these tokens is null.
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -387,11 +387,11 @@ class PrefixStore:
         pool: MemoryPool | None = None,
         states: bool = False,
     ) -> Chunks:
-        """What is held here of tokens `start` to `stop` of a sequence, to capture chunks of it.
+        """Returns a Chunks, to capture chunks of tokens `start` to `stop` of a sequence.
 
-        sections: their tables must not change until chunks are captured
+        sections: see `capture`; their tables must not change until chunks are captured
         states:   see `capture`
-        pool:     whose memory the chunks have as long as they live; None: new memory
+        pool:     lends the memory of the chunks as long as they live; None: new memory
         Raises InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
         held, precision, kind = self._captured(sections, states)
@@ -402,23 +402,23 @@ class PrefixStore:
 
     @takes(sections=arguments.SECTIONS, states=flag)
     def would_write(self, sections: Sequence[Section], *, states: bool = False) -> Kind:
-        """The kind of the files that are captured from sections like these. Raises as `chunks`."""
+        """Returns the kind of files that are captured from such sections. Raises as `chunks`."""
         return self._captured(sections, states)[2]
 
     def _captured(
         self, sections: Iterable[Section], states: bool
     ) -> tuple[list[Section], Precisions, Kind]:
-        """What is captured of sections, the precision that it counts as at most, and its kind."""
+        """Returns the sections to capture, the upper bound of their precision, and their kind."""
         held = self._sections.all_of(sections, states=states, captured=True)
         at_most = self._own_kinds.at_most(held, states=states)
         return held, at_most, self._own_kinds.of(held, at_most, self.chunk_tokens)
 
     def commit(self, snapshot: Snapshot) -> int:
-        """Stores what `capture` of this store returned. May be called from any thread.
+        """Stores a snapshot that `capture` of this store returned. Any thread may call it.
 
         Returns the bytes of its file; 0 if the file existed already. snapshot.cache_bytes is what K
-        and V take without a format. Entries whose tokens it begins with are deleted half a minute
-        later, by the next commits.
+        and V take without a format. Shorter entries whose tokens it begins with are deleted
+        half a minute later, by the next commits.
         Raises StoreError if nothing was stored.
         """
         (stored,) = self.commit_all([snapshot])
@@ -428,25 +428,25 @@ class PrefixStore:
 
     @takes(snapshots=arguments.SNAPSHOTS)
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
-        """`commit` for each of these, and what it returns or raises.
+        """Commits several snapshots. Returns for each what `commit` returns or raises.
 
         On a disk of this machine they are synced together, in a fraction of the time. All files are
-        open meanwhile: 64 are as quick as more.
+        open at once: more than 64 are no quicker.
         """
         commits = Commits(self._entries, self._kinds, self._superseded, self.chunk_tokens)
         return commits.commit_all(snapshots)
 
     @property
     def used(self) -> Used:
-        """What is known in memory of the directory's files; also of those of other models.
+        """The counts in memory of the directory's files, those of other models included.
 
-        Used() for blobs that do not count. Stores made by `salted` have the same.
+        Used() for blobs that do not count. Stores made by `salted` have the same counts.
         """
         return Used() if self._blobs.usage is None else self._blobs.usage.now
 
     @takes(snapshot=arguments.SNAPSHOT)
     def name_of(self, snapshot: Snapshot) -> str:
-        """The name of the file that `commit` writes."""
+        """Returns the name of the file that `commit` writes."""
         return name_in(self._record.name, snapshot)
 
     @takes(match=arguments.MATCH, start=int64, stop=int64, sections=arguments.SECTIONS)
@@ -462,13 +462,13 @@ class PrefixStore:
     ) -> int:
         """Copies tokens `start` to `stop` of a match into caches.
 
-        match:    what `lookup` found, here or in another process
+        match:    what `lookup` returned, here or in another process
         sections: where the sequence lies; its null blocks are skipped
         progress: tells another thread how far the load is, and can cancel it
-        Where the model has states, `stop` is the end of the match, and they are loaded first.
-        All of a span is read and checked before the first byte of it is written. If a file of one
-        is bad, the spans before it are loaded, as `progress` says, and all after it are checked:
-        corrupt files are deleted at once. Waits for devices.
+        If the model has states, `stop` must be the end of the match; states are loaded first.
+        All files of a span are read and checked before the first byte of the span is written. If
+        one is bad, the spans before it are loaded, as `progress` says, and all later files are
+        checked: corrupt ones are deleted at once. Waits for devices.
         Mutates the caches. Returns the bytes of these tokens as the sections store them.
         Raises StoreError naming the file, InvalidArgumentError, UnsupportedError, OutOfRangeError.
         """
@@ -492,7 +492,7 @@ class PrefixStore:
         node: str | None,
         base: int,
     ) -> tuple[str, Ids]:
-        """The node of a chunk, and its tokens."""
+        """Returns the node of a chunk, and the chunk's tokens."""
         step = self.chunk_tokens
         arguments.check_chunk(start, stop, base, base + len(tokens), step)
         if node is None:

@@ -1,4 +1,4 @@
-"""Rooms: memory of loads and of captures on a device, kept for those that follow."""
+"""Rooms: memory for loads, and for captures from a device, kept for later ones."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 from kvx_core.snapshot import MemoryPool, Room, Section, StoreError
 from kvx_core.types import Memory
 
-_MAX_ROOMS = 4  # of which nobody has one
-_MAX_ROOM_BYTES = 64 << 20  # of one of these
-_MAX_POOL_BYTES = 256 << 20  # of captures of the same layers of a cache; a chunk has some 16 MiB
+_MAX_ROOMS = 4  # free rooms that are kept
+_MAX_ROOM_BYTES = 64 << 20  # larger rooms are not kept
+_MAX_POOL_BYTES = 256 << 20  # kept for captures of the same layers; a chunk has some 16 MiB
 
 
 class Rooms:
-    """Rooms of one store. Threads may share it."""
+    """The rooms and pools of one store. Threads may share it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, bool], deque[Room]] = {}
         self._pools: dict[int, MemoryPool] = {}  # by num_tokens: a store has one or two
 
     def pool(self, sections: Sequence[Section], num_tokens: int) -> MemoryPool | None:
-        """What chunks of so many tokens are captured into; None: new memory.
+        """Returns the memory into which chunks of so many tokens are captured; None: new memory.
 
-        Kept for caches on a device: pinned memory takes longer to allocate than to fill, and to
-        describe it to the device takes longer still. New memory of the host costs a fault per page,
-        and a pool would keep the caches of the host alive.
+        Caches on a device have a pool: pinned memory takes longer to allocate than to fill, and
+        describing it to the device takes longer still. Caches on the host have none: new memory
+        costs them a fault per page, and a pool would keep the caches alive.
         """
         if all(section.first_tensor.memory is Memory.HOST for section in sections):
             return None
@@ -34,7 +34,7 @@ class Rooms:
 
     @contextmanager
     def room(self, num_tokens: int, *, pinned: bool) -> Iterator[Room]:
-        """A room for snapshots of so many tokens, the caller's as long as the context is open.
+        """Yields a room for snapshots of so many tokens: it is the caller's until the context ends.
 
         pinned: see Room
         """

@@ -1,4 +1,4 @@
-"""The directory of a store: opened, made, and checked for who may write there."""
+"""Root: opens or makes the directory of a store, and warns if other users may write there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvx_core.stores.beneath import make_folders, sync_folder
 
 Group = Literal["none", "read", "write"]
 
-MODES: dict[str, tuple[int, int]] = {  # of folders and of files, by what the group may do
+MODES: dict[str, tuple[int, int]] = {  # modes of folders and files, by what the group may do
     "none": (0o700, 0o600),
     "read": (0o2750, 0o640),
     "write": (0o2770, 0o660),
@@ -30,29 +30,29 @@ class Root:
     def __init__(self, path: Path, group: Group) -> None:
         self.path = os.fspath(path)
         self._group = group
-        self._has_links = False  # on the way to it
-        self._looked_at: tuple[int, int, int] | None = None  # mode, user and group
+        self._has_links = False  # True: its path has symbolic links
+        self._looked_at: tuple[int, int, int] | None = None  # mode, user and group when last opened
 
     def open(self) -> int:
-        """A new handle. Raises OSError."""
+        """Returns a new handle of the directory. Raises OSError."""
         root = os.open(self.path, _DIRECTORY)
         try:
             status = os.fstat(root)
         except OSError:
             return root
         found = status.st_mode, status.st_uid, status.st_gid
-        if found != self._looked_at:  # it may be made again, by somebody else
+        if found != self._looked_at:  # somebody else may have made it again
             self._looked_at = found
             self._has_links = os.path.realpath(self.path) != os.path.abspath(self.path)
             self._look_at(status)
         return root
 
     def path_of(self, name: str) -> str | None:
-        """The path of a file in it; None: links may lead there, or nobody has looked at it yet."""
+        """Returns the path of a file in it; None: it may have links, or was never opened here."""
         return None if self._has_links or self._looked_at is None else f"{self.path}/{name}"
 
     def make(self) -> None:
-        """Makes the directory as `group` says and its parents as the umask says, and syncs them.
+        """Makes the directory as `group` says, its parents as the umask says, and syncs them.
 
         Raises OSError.
         """
@@ -75,7 +75,7 @@ class Root:
                 close(handle)
 
     def _look_at(self, status: os.stat_result) -> None:
-        """Warns if users can write here to whom `group` gives no access."""
+        """Warns if users can write here who get no such access from `group`."""
         if status.st_mode & stat.S_IWOTH:
             _logger.warning(
                 "KVX store %s has mode %04o: every user of this machine can forge what engines "

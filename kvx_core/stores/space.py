@@ -1,4 +1,7 @@
-"""The record of a space: what decides the keys of its entries. See docs/store_format.md."""
+"""SpaceRecord: the record of a space, on which the keys of its entries depend.
+
+Format: docs/store_format.md, "space.json".
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,16 @@ _FIELDS = TypeAdapter(_Fields)
 
 @dataclass(frozen=True)
 class SpaceRecord:
-    """What decides the keys of entries.
+    """The facts that the keys of entries depend on, beside the tokens.
 
     fingerprint: of the model as it is computed: ModelRecord.fingerprint
-    kv_heads:    of each layer of the model; 0: it has states alone
-    state_heads: the heads of the states of each layer: 1 where every rank has them whole, 0 where
-                 there are none; (): no layer has states
-    epoch:       which weights, when they are not those of the model's files; "": they are
-    planes:      beside K and V
-    lossy:       the format that rounds what is stored; "": none does
-    salt:        salt_digest of the salt; "": there is none
+    kv_heads:    KV heads of each layer of the model; 0: the layer has states alone
+    state_heads: the heads of the states of each layer: 1 if every rank has the states whole, 0 if
+                 the layer has no states; (): no layer has states
+    epoch:       names the weights if they are not those of the model's files; else ""
+    planes:      the planes beside K and V
+    lossy:       the format that rounds the stored values; "": values are not rounded
+    salt:        salt_digest of the salt; "": there is no salt
     """
 
     fingerprint: str
@@ -80,14 +83,14 @@ class SpaceRecord:
 
     @cached_property
     def name(self) -> str:
-        """The folder of its entries, and the parent of first chunks: 64 hex digits."""
+        """The folder of the space, and the parent of first chunks: 64 hex digits."""
         return hashlib.sha256(self.text).hexdigest()
 
     @classmethod
     def parse(cls, raw: bytes, name: str) -> Self:
-        """The record in a file, which anybody may have written.
+        """Parses the file of a record, which anybody may have written.
 
-        name: the space that it has to be
+        name: the name that the space must have
         Raises CorruptError.
         """
         where = f"{name}/space.json"
@@ -120,28 +123,28 @@ class SpaceRecord:
         return record
 
     def heads(self, states: bool) -> tuple[int, ...]:
-        """Of each layer: those of its states, or of what tokens have."""
+        """Returns state_heads if `states`, else kv_heads."""
         return self.state_heads if states else self.kv_heads
 
     def planes_of(self, states: bool) -> list[PlaneKind]:
-        """The states, or the planes of tokens."""
+        """Returns the planes that are states if `states`, else the planes of tokens."""
         return [plane for plane in self.planes if states != bool(plane.tokens_per_entry)]
 
     def salted(self, salt: str) -> Self:
-        """The same for another salt."""
+        """Returns the same record for another salt."""
         return replace(self, salt=salt_digest(salt))
 
     def has_salt(self, salt: str) -> bool:
-        """Whether it is that of a salt; "" is no salt."""
+        """True if the record is that of this salt; "" means no salt."""
         return self.salt == salt_digest(salt)
 
 
 def salt_digest(salt: str) -> str:
-    """What a record says of a salt; "" for none."""
+    """Returns the digest of a salt that a record has; "" for no salt."""
     return hashlib.sha256(b"kvx salt" + salt.encode()).hexdigest() if salt else ""
 
 
 def canonical_json(value: object) -> bytes:
-    """The one text that a value has in records."""
+    """Returns a value as canonical JSON: the only text that it may have in records."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("ascii")

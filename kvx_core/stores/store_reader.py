@@ -1,4 +1,4 @@
-"""StoreReader: the files of a directory of a prefix store, read without counting as used."""
+"""StoreReader: reads files of a prefix store's directory without marking them as used."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from kvx_core.stores.stored_space import Space
 
 
 class StoreReader:
-    """Opens files of a store, and checks what it has to know to read them."""
+    """Opens and reads files of a store, after a check of kvx-store.json."""
 
     def __init__(self, directory: Directory, secrets: Secrets | None = None) -> None:
-        """secrets: that files are signed and encrypted with. Without them records are read, and
-                 what needs them is not
+        """secrets: the keys that files are signed and encrypted with. Without them, the reader can
+                 read records, but no file that needs a key
 
-        Raises StoreError if it is no store of this format, has other keys, or cannot be read.
+        Raises StoreError if `directory` holds no store of this format, or a store that has other
+        keys or cannot be read.
         """
         self.directory, self.secrets = directory, secrets or Secrets()
         self.config = self._config()
@@ -47,9 +48,9 @@ class StoreReader:
         return config
 
     def opened(self, name: str) -> BinaryIO:
-        """A regular file, unbuffered; its time of last use stays.
+        """Opens a regular file, unbuffered, and keeps its time of last use.
 
-        Raises StoreError if it does not exist (any more) or cannot be read.
+        Raises StoreError if the file does not exist (any more) or cannot be read.
         """
         try:
             root = os.open(self.directory.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -67,9 +68,9 @@ class StoreReader:
 
     @contextmanager
     def opened_chunk(self, file: StoredFile, stored: StoredKind) -> Iterator[ChunkFile]:
-        """The file of an entry, open as long as the context; its head has been checked.
+        """Yields the file of an entry, open until the context ends; its head has been checked.
 
-        stored: the kind that it is of
+        stored: the kind of the file
         Raises CorruptError, StoreError.
         """
         if stored.kind is None:
@@ -85,7 +86,7 @@ class StoreReader:
             yield chunk
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """The bytes of a file. Raises StoreError; CorruptError if there are more."""
+        """Returns the bytes of a file. Raises StoreError; CorruptError if there are too many."""
         with self.opened(name) as file:
             try:
                 raw = file.read(most_bytes + 1)
@@ -96,7 +97,7 @@ class StoreReader:
         return raw
 
     def model_text(self, space: Space) -> bytes:
-        """The record of a space's model. Raises CorruptError, StoreError."""
+        """Returns the text of the record of a space's model. Raises CorruptError, StoreError."""
         name = model_record(space.name)
         raw = self.read(name, MAX_BYTES)
         if space.record is None:
@@ -107,12 +108,12 @@ class StoreReader:
 
 
 def secrets_for(secrets: Secrets, kind: Kind, name: str) -> Secrets:
-    """Those of `secrets` that files of a kind need. Raises StoreError if there are none."""
+    """Returns the secrets that files of a kind need. Raises StoreError if they are missing."""
     return with_keys(secrets, kind.keyed, kind.encrypted, name)
 
 
 def with_keys(secrets: Secrets, keyed: bool, encrypted: bool, name: str) -> Secrets:
-    """Those of `secrets` that a file needs, as it says. Raises StoreError if there are none."""
+    """Returns the secrets that a file says it needs. Raises StoreError if they are missing."""
     if keyed and not secrets.is_keyed:
         raise UnsignedError(f"{name} is signed, and no key is given that it is signed with")
     if encrypted and not secrets.is_encrypted:

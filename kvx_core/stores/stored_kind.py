@@ -1,4 +1,4 @@
-"""StoredFile and StoredKind: a file of a space, those of one kind, and what their sizes tell."""
+"""StoredFile, StoredKind, Lengths: the files of a space, and how many tokens they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.names import parse_entry
 
-_MOST_WORK = 200_000  # tensors and pieces of all layouts of one kind that are looked at: a second
+_MOST_WORK = 200_000  # tensors and pieces of all layouts that are made of one kind: a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class StoredFile:
 
     @property
     def space(self) -> str:
-        """The space that it is of."""
+        """The name of its space."""
         return self.name.partition("/")[0]
 
     @property
@@ -34,17 +34,17 @@ class StoredFile:
 
     @property
     def kind(self) -> str:
-        """Of an entry, the id of its kind."""
+        """The id of the kind of an entry's file."""
         return self.name.split(".")[1]
 
     @property
     def is_entry(self) -> bool:
-        """Whether it is a file of an entry: no mark, and no record."""
+        """True if it is a file of an entry, not a mark or a record."""
         return parse_entry(self.name) is not None
 
 
 class Layers(NamedTuple):
-    """Layers that follow one another and have the same heads in the same precision."""
+    """Consecutive layers that have the same heads in the same precision."""
 
     first: int
     last: int
@@ -53,7 +53,7 @@ class Layers(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The layers: "0-31"."""
+        """The layers as text, such as "0-31"."""
         return f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
 
 
@@ -63,22 +63,22 @@ class StoredKind:
 
     id: str
     kind: Kind | None = None
-    reason: str = ""  # why there is no kind
+    reason: str = ""  # why `kind` is None
     files: list[StoredFile] = field(default_factory=list)
 
     @property
     def is_states(self) -> bool:
-        """Whether it is known that its files have states alone."""
+        """True if the kind is known, and its files have states alone."""
         return self.kind is not None and self.kind.is_states
 
     @property
     def layers(self) -> Iterator[Layers]:
-        """What layers its files hold, in order. None if the kind is not known."""
+        """Yields the layers that its files hold, in order; nothing if the kind is not known."""
         if self.kind is None:
             return
         kind = self.kind
         facts = ((i, kind.heads_of(i), kind.precision_of(i).name) for i in sorted(kind.layers))
-        # Layers that follow one another differ from their place by the same number.
+        # Consecutive layers have the same difference from their place in the list.
         for (_, heads, precision), group in groupby(
             enumerate(facts), lambda found: (found[1][0] - found[0], *found[1][1:])
         ):
@@ -87,24 +87,26 @@ class StoredKind:
 
     @property
     def precisions(self) -> set[str]:
-        """The precisions of its layers, by name."""
+        """The names of the precisions of its layers."""
         return {layers.precision for layers in self.layers}
 
 
 class Lengths:
-    """How many tokens a file has, as its length tells. Files with more tokens are longer."""
+    """Tells from the length of a file how many tokens it has: more tokens make a longer file."""
 
     def __init__(self, kind: Kind, chunk_tokens: int) -> None:
-        # One of its own, which goes with this: a kind remembers every layout.
+        # A kind of its own, freed with this object: a kind remembers every layout.
         self._kind = Kind.parse(kind.text, kind.id)
         self._chunk_tokens = chunk_tokens
-        self._found: dict[int, int] = {}  # tokens, by lengths of files
-        self._lengths: dict[int, tuple[int, int]] = {}  # the least and the most, by tokens
+        self._found: dict[int, int] = {}  # tokens, by length of the file
+        self._lengths: dict[int, tuple[int, int]] = {}  # least and most bytes, by tokens
         self._left = _MOST_WORK
 
     def tokens(self, length: int) -> int:
-        """How many tokens a file has; 0: its length does not tell, since bytes are encoded, or no
-        file of this kind is so long.
+        """Returns how many tokens a file of this length has.
+
+        Returns 0 if the length does not tell, since bytes are encoded, or if no file of this kind
+        has this length.
         """
         found = self._found.get(length)
         if found is None:
@@ -115,7 +117,7 @@ class Lengths:
         return found
 
     def _search(self, length: int) -> int:
-        # From below, so that nothing much larger than the file itself is laid out.
+        # From below, so that no layout is made that is much larger than the file.
         low, high = 1, 1
         while high < self._chunk_tokens and self._lengths_of(high)[1] < length:
             low, high = high, min(2 * high, self._chunk_tokens)
@@ -128,7 +130,10 @@ class Lengths:
         return low if self._lengths_of(low) == (length, length) else 0
 
     def _lengths_of(self, num_tokens: int) -> tuple[int, int]:
-        """Raises StoreError if files are too long, or this kind has cost too much already."""
+        """Returns the least and the most bytes of a file of so many tokens.
+
+        Raises StoreError if the file is too long, or if this kind has cost too much work already.
+        """
         found = self._lengths.get(num_tokens)
         if found is None:
             if self._left < 0:

@@ -1,4 +1,4 @@
-"""Space: what a store has of one model, epoch of its weights, and salt."""
+"""Space: the files that a store has of one model, epoch of its weights, and salt."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvx_core.stores.stored_kind import StoredFile, StoredKind
 
 @dataclass(slots=True)
 class Space:
-    """What a store has of one model, epoch of its weights, and salt."""
+    """The files that a store has of one model, epoch of its weights, and salt."""
 
     name: str
     record: SpaceRecord | None = None
-    reason: str = ""  # why there is no record
+    reason: str = ""  # why `record` is None
     model: dict[str, Any] = field(default_factory=dict)  # ModelRecord's fields, if known
     kinds: dict[str, StoredKind] = field(default_factory=dict)  # by id
     marks: list[StoredFile] = field(default_factory=list)
@@ -39,38 +39,38 @@ class Space:
 
     @property
     def num_entries(self) -> int:
-        """Chunks of prompts, whose layers and heads may lie in several files."""
+        """The number of chunks of prompts; the layers and heads of one may lie in several files."""
         return len({file.key for kind in self.of_tokens for file in kind.files})
 
     @property
     def num_states(self) -> int:
-        """Prefixes of prompts that have states."""
+        """The number of prefixes of prompts that have states."""
         states = (kind for kind in self.kinds.values() if kind.is_states)
         return len({file.key for kind in states for file in kind.files})
 
     @property
     def of_tokens(self) -> list[StoredKind]:
-        """The kinds that are not of states alone."""
+        """The kinds that are not known to hold states alone."""
         return [kind for kind in self.kinds.values() if not kind.is_states]
 
     @property
     def used(self) -> float:
-        """When one of its files was last used, in seconds since 1970."""
+        """When an entry was last used, or if there is none any file: in seconds since 1970."""
         return max((file.used for file in self.entries or self.files), default=0.0)
 
     @property
     def precisions(self) -> list[str]:
-        """The precisions of its files, by name."""
+        """The names of the precisions of its files."""
         return sorted({name for kind in self._known for name in kind.precisions})
 
     @property
     def is_signed(self) -> bool:
-        """Whether entries are signed."""
+        """True if files of a known kind are signed."""
         return any(kind.kind.keyed for kind in self._known if kind.kind)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether entries are encrypted."""
+        """True if files of a known kind are encrypted."""
         return any(kind.kind.encrypted for kind in self._known if kind.kind)
 
     @property
@@ -78,6 +78,6 @@ class Space:
         return [kind for kind in self.kinds.values() if kind.kind is not None]
 
     def is_model(self, beginning: str) -> bool:
-        """Whether the model's fingerprint, or the space's name, begins so."""
+        """True if the model's fingerprint, or the space's name, begins with `beginning`."""
         fingerprint = self.record.fingerprint if self.record else ""
         return self.name.startswith(beginning) or fingerprint.startswith(beginning)

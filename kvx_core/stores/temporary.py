@@ -1,7 +1,7 @@
-"""Temporary files of a store, and how those of dead writers are found and deleted.
+"""Temporaries: makes the temporary files of a store, and deletes those of dead writers.
 
-A writer holds a lock on its file. A process that gets the lock of a file made on the same file
-system of the same running kernel knows that the writer is dead. Machines may not see each other's
+A writer holds a lock on its file. If a process gets that lock, and the file was made on the same
+file system under the same running kernel, the writer is dead. Machines may not see each other's
 locks: a file of another machine is deleted when it has not changed for a day, by the clock of the
 file system, since the clocks of machines may differ.
 """
@@ -31,15 +31,15 @@ NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
 
-_ABANDONED_SECONDS = 24 * 3600  # unchanged for so long: abandoned, if locks do not tell
-_CLEAN_SECONDS = 600  # between two cleanings of one process
+_ABANDONED_SECONDS = 24 * 3600  # if locks do not tell, a file unchanged for so long is abandoned
+_CLEAN_SECONDS = 600  # between two cleanings by one process
 _MAX_CLEANED = 4096  # files looked at in one cleaning
 _TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """A new file that has no name in the store yet: its handle, and where it lies."""
+    """A new file without a name in the store yet: its handle, its folder's, and its name there."""
 
     file: int
     folder: int
@@ -55,7 +55,7 @@ class Temporaries:
 
     @contextmanager
     def folder(self, root: int) -> Iterator[int]:
-        """A handle of the folder, which is made if it is missing. Raises OSError."""
+        """Yields a handle of the folder. Makes it if it is missing. Raises OSError."""
         folder = make_folders(root, _FOLDER, self._folder_mode)
         try:
             if time.monotonic() >= self._next_cleaning:
@@ -66,9 +66,9 @@ class Temporaries:
 
     @contextmanager
     def new(self, folder: int) -> Iterator[Temporary]:
-        """A new, locked file, deleted at the end of the context. Raises OSError.
+        """Yields a new, locked file, and deletes it at the end of the context. Raises OSError.
 
-        folder: from `folder`, open until then
+        folder: a handle from `folder`, open until then
         """
         name, file = self._create(folder)
         try:
@@ -81,7 +81,7 @@ class Temporaries:
                 close(file)
 
     def clean(self, root: int) -> None:
-        """Deletes the files of writers that are dead."""
+        """Deletes the files of dead writers."""
         with suppress(OSError):
             folder = open_beneath(root, _FOLDER, FOLDER)
             try:
@@ -90,7 +90,7 @@ class Temporaries:
                 close(folder)
 
     def now(self, root: int) -> float:
-        """The clock of the file system, in seconds. Raises OSError."""
+        """Returns the time by the clock of the file system, in seconds. Raises OSError."""
         folder = make_folders(root, _FOLDER, self._folder_mode)
         try:
             return _clock(folder)
@@ -105,7 +105,7 @@ class Temporaries:
             is_ours = False
             try:
                 set_mode(file, self.file_mode)
-                # Before it was locked, another process may have deleted it as abandoned.
+                # Another process may have deleted it as abandoned before it was locked.
                 is_ours = _lock(file) is not False and os.fstat(file).st_nlink > 0
                 if is_ours:
                     return name, file
@@ -128,7 +128,7 @@ class Temporaries:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether it is the name of a temporary file, of this version of KVX or an earlier one."""
+    """True for the name of a temporary file, of this version of KVX or an earlier one."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
@@ -155,9 +155,9 @@ def delete_if_abandoned(folder: int, name: str, now: float) -> None:
 
 
 def _lock(file: int) -> bool | None:
-    """Whether this process has the lock now; None on file systems without locks.
+    """Tries to lock a file. True if this process has the lock now, False if another one has it.
 
-    Raises OSError.
+    Returns None on file systems without locks. Raises OSError.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +177,7 @@ def _clock(folder: int) -> float:
 
 @cache
 def _place(device: int) -> str:
-    """Identifies a mounted file system of the running kernel: within it, locks can be relied on."""
+    """Returns an id of a mounted file system of the running kernel, within which locks work."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

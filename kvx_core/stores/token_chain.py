@@ -21,36 +21,36 @@ _PIECE = 4096  # ids that are converted in one go: 0.1 ms, in which no other thr
 class TokenChain:
     """Converts and hashes a sequence in pieces. Threads may share one.
 
-    A decode or a longer prompt costs what its new tokens cost.
+    When the sequence grows, only its new tokens are converted and hashed.
     """
 
     def __init__(
         self, source: Sequence[int] | npt.NDArray[Any], space: str, chunk_tokens: int
     ) -> None:
-        """source: may grow at its end, but not change
+        """source: the sequence; it may grow at its end, but not change
 
         space: the key before the first chunk
-        Raises InvalidArgumentError for what has no length and no positions, as a sequence has.
+        Raises InvalidArgumentError if `source` does not have a length and positions.
         """
         if isinstance(items("tokens", source), np.ndarray):
             token_ids(source[:0])
         self._source = source
         self.chunk_tokens = chunk_tokens
         self._lock = Lock()
-        self._parts: list[Ids] = []  # of _PART ids each; not one array, which would be copied
+        self._parts: list[Ids] = []  # of _PART ids each; one array would be copied to grow
         self._num_ids = 0
-        self._last: np.int64 | None = None  # of the ids
+        self._last: np.int64 | None = None  # the last converted id
         self._nodes = [space]
 
     @property
     def num_ids(self) -> int:
-        """Tokens that have been converted."""
+        """The number of tokens that have been converted."""
         return self._num_ids
 
     def ids(self, start: int, stop: int) -> Ids:
-        """Tokens [start, stop), all of which the source has. Not to be written to.
+        """Returns tokens [start, stop), all of which the source must have. Do not write to them.
 
-        Raises InvalidArgumentError if they are no integers, or if the source has changed.
+        Raises InvalidArgumentError if they are not integers, or if the source has changed.
         """
         while self._num_ids < stop:
             with self._lock:
@@ -63,7 +63,7 @@ class TokenChain:
         return found[start - first * _PART : stop - first * _PART]
 
     def node(self, chunk: int) -> str:
-        """The key of all tokens before a chunk; these tokens are in the source."""
+        """Returns the key of all tokens before a chunk; the source must have these tokens."""
         step = self.chunk_tokens
         while len(self._nodes) <= chunk:
             at = (len(self._nodes) - 1) * step

@@ -1,6 +1,6 @@
-"""Usage: what a directory holds, as far as a process knows, and what it has deleted to make room.
+"""Usage: counts the files of a directory, as far as a process knows, and those it has evicted.
 
-Numbers in memory: nothing here asks the disk.
+The counts are kept in memory: nothing here asks the disk.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class Used(NamedTuple):
-    """files, num_bytes: in the directory when it was last counted, with what this process wrote
-                      and deleted since; None: it was not counted yet
+    """files, num_bytes: of the directory when it was last counted, plus what this process has
+                      written since, less what it has deleted; None: it was not counted yet
     evicted_files, evicted_bytes: of entries that this process has deleted to make room
     """
 
@@ -31,16 +31,16 @@ class Usage:
 
     @property
     def now(self) -> Used:
-        """A copy that does not change."""
+        """The counts now, as a tuple that does not change."""
         return self._used
 
     def counted(self, files: int, num_bytes: int) -> None:
-        """The directory was walked and has these."""
+        """Takes the counts of a walk over the directory."""
         with self._own_lock():
             self._used = self._used._replace(files=files, num_bytes=num_bytes)
 
     def changed(self, files: int, num_bytes: int) -> None:
-        """A file was written (1, its bytes) or deleted (-1, minus its bytes)."""
+        """Counts a file that was written (1, its bytes) or deleted (-1, minus its bytes)."""
         with self._own_lock():
             used = self._used
             if used.files is not None and used.num_bytes is not None:
@@ -50,7 +50,7 @@ class Usage:
                 )
 
     def evicted(self, num_bytes: int) -> None:
-        """An entry was deleted to make room; `changed` is called as well."""
+        """Counts a file of an entry that was deleted to make room; call `changed` as well."""
         with self._own_lock():
             used = self._used
             self._used = used._replace(
@@ -59,7 +59,7 @@ class Usage:
             )
 
     def _own_lock(self) -> Lock:
-        """The lock of this process. A forked child makes its own: the copy may be held for ever."""
+        """Returns this process's lock. A forked child makes one: the copy may be held for ever."""
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
         return self._lock

@@ -1,4 +1,4 @@
-"""Verified: one file of a store, every byte of it, as its readers would check it."""
+"""check_file: checks every byte of a file of a store, as its readers would."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kvx_core.stores.stored_kind import StoredFile
 from kvx_core.stores.stored_space import Space
 
 _MAC_BYTES = 64
-_WHOLE_BYTES = 64 << 20  # of a file that is read at once; longer ones layer by layer
-_MOST_BYTES = 512 << 20  # of a layer, in memory
+_WHOLE_BYTES = 64 << 20  # a longer file is read layer by layer
+_MOST_BYTES = 512 << 20  # most bytes of a layer, in memory
 
 
 def check_file(store: StoreReader, space: Space, file: StoredFile) -> None:
-    """Reads all of a file.
+    """Reads and checks all bytes of a file.
 
-    Raises CorruptError if nobody can use it, StoreError if it cannot be judged with these keys.
+    Raises CorruptError if nobody can use the file, StoreError if it cannot be judged here, such as
+    without its keys.
     """
     if file.is_entry:
         _check_entry(store, space, file)
@@ -57,7 +58,7 @@ def _check_entry(store: StoreReader, space: Space, file: StoredFile) -> None:
 
 
 def _as_it_is(secrets: Secrets, raw: bytes, name: str) -> Secrets:
-    """The secrets that a mark needs, as its flags say. Raises StoreError if there are none."""
+    """Returns the secrets that a mark's flags ask for. Raises StoreError if they are missing."""
     flags = int.from_bytes(raw[8:12], "little")
     return with_keys(secrets, bool(flags & 1), bool(flags & 2), name)
 

@@ -1,4 +1,4 @@
-"""Walk: a lookup of a prompt that goes from chunk to chunk, and can stop and go on."""
+"""Walk: a lookup of a prompt that goes from chunk to chunk, and can stop and go on later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvx_core.stores.match import Match, StoredSpan
 from kvx_core.stores.names import Ids
 from kvx_core.stores.token_chain import TokenChain
 
-_CLOSE = 16  # prefixes that end with the last tokens found, of which all are asked for states
-_NEAR = 64  # chunks, in which states are asked for inside of chunks too
-_SHORTER = 16  # chunks in which a lookup asks for shorter entries with all layers
+_CLOSE = 16  # a lookup asks for the states of each of so many longest prefixes
+_NEAR = 64  # last chunks in which it also asks for states inside of a chunk
+_SHORTER = 16  # last chunks in which it asks for shorter entries with all layers
 
 
 @dataclass(slots=True)
 class Walk:
-    """The longest stored prefix of the first `num_tokens` tokens of a chain, as far as it is known.
+    """A lookup of the longest stored prefix of the first `num_tokens` tokens of a chain.
 
-    It goes over the chunks of tokens, and if the model has states from the furthest token back to
-    the first prefix that has them.
+    It goes forward over the chunks. If the model has states, it then goes back from the last token
+    that it has found, to the first prefix that has states.
 
     at_least: shorter matches need not be found
     """
@@ -30,26 +30,28 @@ class Walk:
     at_least: int = 1
     has_states: bool = False
     is_over: bool = False
-    _goes_on: bool = True  # over tokens
-    _is_cut: bool = False  # a corrupt file ended it
+    _goes_on: bool = True  # the way forward is not over
+    _is_cut: bool = False  # a corrupt file ended the way forward
     _at: int = 0
     _spans: list[StoredSpan] = field(default_factory=list)
-    # Of each: prefixes that end in it have to be as long, for all that their reader needs.
+    # For each span: the least length of a prefix that ends in it and has all its reader needs.
     _floors: list[int] = field(default_factory=list)
-    _left: int = 0  # of the spans, those in which a state may be
-    _found: Match = field(default_factory=lambda: Match(0, ()))  # that the way back has found
+    _left: int = 0  # so many first spans may still have a state
+    # The match, where states or a shorter entry decide it.
+    _found: Match = field(default_factory=lambda: Match(0, ()))
 
     @property
     def num_found(self) -> int:
-        """Tokens that have been found so far."""
+        """The number of tokens that have been found so far."""
         return self._at
 
     @property
     def match(self) -> Match:
-        """The longest prefix of what has been found so far that has all that its reader needs.
+        """The longest prefix found so far that has all that its reader needs.
 
-        Layers with a window are needed in the last chunks alone: where they lack in one that the
-        window reaches, the prefix ends before it, or with a shorter entry that lacks nothing.
+        The reader needs layers with a window in the last chunks alone. If a chunk that the window
+        reaches lacks such layers, the prefix ends before it, or with a shorter entry that lacks
+        nothing.
         """
         if self.has_states or self._found.num_tokens:
             return self._found
@@ -60,10 +62,10 @@ class Walk:
         return Match(spans[-1].stop if spans else 0, spans)
 
     def go_on(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Walks on to the end, or until `is_enough` after a chunk.
+        """Walks on to the end, or until `is_enough` returns True after a chunk.
 
-        Raises what the finder raises: Unknown if it has only what memory knows. It can then go on
-        with another one.
+        Raises what the finder raises: NotCached if the finder asks memory alone. The walk can then
+        go on with another finder.
         """
         while not self.is_over:
             if self._goes_on:
@@ -78,7 +80,7 @@ class Walk:
                 return
 
     def _take(self, finder: Finder) -> bool:
-        """Takes the next chunk; whether there may be one behind it."""
+        """Takes the next chunk. True if another chunk may follow it."""
         step, at = self.chain.chunk_tokens, self._at
         node = self.chain.node(at // step)
         rest = self.chain.ids(at, min(at + step, self.num_tokens))
@@ -96,7 +98,7 @@ class Walk:
         return shared == step and self._at < self.num_tokens
 
     def _look_back(self, finder: Finder) -> None:
-        """Asks for the states of prefixes that end in the last of the spans that are left."""
+        """Asks for the states of prefixes that end in the last span that may still have one."""
         i = self._left - 1
         span, least = self._spans[i], max(self._floors[i], self.at_least)
         node, ids = self.chain.node(i), self.chain.ids(span.start, span.stop)
@@ -114,8 +116,8 @@ class Walk:
         self._left = i
 
     def _look_for_shorter(self, finder: Finder) -> None:
-        """Asks for shorter entries with all layers where the match ends before chunks that lack
-        some.
+        """Asks for shorter entries with all layers in the chunks behind the match: the entries
+        that were found there lack some layers.
         """
         count = len(self.match.spans)
         for i in range(len(self._spans) - 1, max(count, len(self._spans) - _SHORTER) - 1, -1):
@@ -129,10 +131,11 @@ class Walk:
                 return
 
     def check_rest(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Opens what is stored behind a corrupt file that ended the walk, if one did.
+        """If a corrupt file ended the walk, opens the files that are stored behind it.
 
-        The corrupt files among it are deleted at once, and not one at each lookup of the prompt. It
-        ends at the first chunk of which nothing is stored. The match stays as it is.
+        So all corrupt files of the prompt are deleted at once, not one at each lookup. It ends at
+        the first chunk of which nothing is stored, or when `is_enough` returns True. The match
+        stays as it is.
         """
         step = self.chain.chunk_tokens
         at = self._at - self._at % step + step
@@ -144,6 +147,6 @@ class Walk:
             at += step
 
     def _key(self, at: int, ids: Ids) -> str | None:
-        """The key of a full chunk, which is the next node."""
+        """Returns the key of a full chunk, the next node; None if the chunk is not full."""
         step = self.chain.chunk_tokens
         return self.chain.node(at // step + 1) if len(ids) == step else None

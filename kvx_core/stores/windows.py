@@ -1,4 +1,4 @@
-"""Windows: how many tokens before the end of a prefix a reader needs, layer by layer.
+"""Windows: how many tokens before the end of a prefix a reader needs of each layer.
 
 Spec: docs/store_format.md, "What a prefix needs".
 """
@@ -17,16 +17,16 @@ ALL = 1 << 62  # more than a prompt has
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What a reader needs of each layer of a model.
+    """The last tokens of a prefix that a reader needs of each layer of a model.
 
-    reach: of each layer, how many tokens before the end of a prefix; ALL: every token of it
+    reach: for each layer, how many tokens before the end of a prefix; ALL: every token of it
     """
 
     reach: tuple[int, ...]
 
     @classmethod
     def of(cls, windows: Any, num_layers: int) -> Self:
-        """windows: of each layer, 0 for all tokens; None: all of every layer
+        """windows: a number of tokens for each layer, 0 for all; None: all tokens of every layer
 
         Raises InvalidArgumentError.
         """
@@ -41,7 +41,10 @@ class Windows:
         return cls(tuple(min(each, ALL) or ALL for each in found))
 
     def split(self, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Layers that are needed as far back, together: those that live and die together."""
+        """Returns groups of layers that are needed equally far back.
+
+        The files of a group live and die together.
+        """
         return _split(self.reach, tuple(layers))
 
 
