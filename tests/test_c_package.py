@@ -140,6 +140,6 @@ def test_where_the_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_headers_that_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("kvx_core._c.c_files.__file__", str(tmp_path / "kvx_core/_c/c_files.py"))
+    monkeypatch.setattr("kvx_core._c.abi.PACKAGE", tmp_path / "kvx_core")
     with pytest.raises(FileNotFoundError, match=r"kvx/kvx_ext\.h is neither in .*, expected the"):
         kvx_core.include_dir()

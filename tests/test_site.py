@@ -65,9 +65,9 @@ def test_fields_have_the_comments_beside_them(sources: griffe.Module) -> None:
         "- **`stream_bytes`** `int`: calls that move at least this many bytes store past the "
         "caches",
     ]
-    axis = sources["planes.Axis"].docstring.value
+    axis = sources["types.Axis"].docstring.value
     assert "\n- **`DIM`** = `3`" in axis
-    view = sources["view.CacheView"].docstring.value
+    view = sources["desc.view.CacheView"].docstring.value
     asked = (
         "- **`outdated`** `Callable[[], str | None] | None`: Asked before each use: why the engine"
     )
@@ -78,19 +78,19 @@ def test_fields_have_the_comments_beside_them(sources: griffe.Module) -> None:
 
 
 def test_methods_that_say_nothing_are_hidden(sources: griffe.Module) -> None:
-    view = sources["view.CacheView"]
+    view = sources["desc.view.CacheView"]
     assert {"at", "__init__", "table_of"} <= set(view.members)
     assert not {"_held", "__post_init__", "_bytes"} & set(view.members)
 
 
 def test_docstrings_are_lists_of_parameters(sources: griffe.Module) -> None:
     """Of a module the first line says what it is; of others it may be a parameter."""
-    assert sources["migrate"].docstring.value.startswith(
+    assert sources["ops.migrate"].docstring.value.startswith(
         "migrate: sequences from one engine's cache"
     )
     made = sources["stores.inventory.Inventory.__init__"].docstring.value
     assert made.strip().startswith("- **`secrets`**: that files are signed and encrypted with")
-    parameters = [parameter.name for parameter in sources["migrate.migrate"].parameters]
+    parameters = [parameter.name for parameter in sources["ops.migrate.migrate"].parameters]
     assert parameters[:3] + parameters[-1:] == ["src", "dst", "seq_lens", "transfer"]
     text = sources["set_num_threads"].docstring.value
     assert "\n- **`num_threads`**: 1: the caller alone; 0: the default, $KVX" in text

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvx_core import StoreError
-from kvx_core._c import bound
+from kvx_core._c import file_calls
 from kvx_core.snapshot import CorruptError, Snapshot, chunk_file, memory
 from kvx_core.stores import beneath
 from tests.caches import assert_same_bytes
@@ -60,7 +60,7 @@ def test_a_fault_that_passes_is_a_miss_and_the_file_stays(
 
     with monkeypatch.context() as patcher:
         patcher.setattr(beneath, "_read_file", read_file)
-        patcher.setattr(bound, "read_chunks", lambda: None)
+        patcher.setattr(file_calls, "read_chunks", lambda: None)
         assert store.lookup(TOKENS).num_tokens == 0
         with pytest.raises(StoreError, match=os.strerror(error)) as caught:
             store.load(match, 0, 20, engine.sections())
@@ -96,7 +96,7 @@ def test_a_disk_block_that_cannot_be_read(
     with monkeypatch.context() as patcher:
         patcher.setattr(os, "preadv", failing(errno.EIO, count, os.preadv))
         patcher.setattr(beneath, "_read_file", read_file)
-        patcher.setattr(bound, "read_chunks", lambda: None)
+        patcher.setattr(file_calls, "read_chunks", lambda: None)
         with pytest.raises(StoreError, match=r"cannot be read: .*Input/output error"):
             store.load(match, 0, 16, engine.sections())
     assert files_of(stored) == files
