@@ -484,8 +484,9 @@ class SeqLens:
         """The lengths as int64, a copy. A torch tensor is read back from its device."""
         if self.memory is Memory.DEVICE and is_torch(self.owner):
             return self.owner.cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
-        place = "seq_lens", self.lengths, (self.seq_count,), (1,)
-        return read_array(*place, self.dtype, self.memory).astype(np.int64)
+        shape, stride = (self.seq_count,), (1,)
+        found = read_array("seq_lens", self.lengths, shape, stride, self.dtype, self.memory)
+        return found.astype(np.int64)
 
     def to_c(self) -> abi.kvx_seq_lens_t:
         """A new C struct with these fields."""
