@@ -186,7 +186,7 @@ def test_memory_that_has_moved_is_refused_and_views_that_are_out_of_date() -> No
     copy_rows(cache, blocks, 0, to, first, 0, BLOCK)
     assert dense.all()
     caches.untyped_storage().resize_(0)
-    with pytest.raises(InvalidArgumentError, match="storage has been resized or replaced"):
+    with pytest.raises(InvalidArgumentError, match="storage was resized or replaced"):
         copy_rows(cache, blocks, 0, to, first, 0, BLOCK)
 
 
