@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import kvx_core.ops.torch_ops  # noqa: F401  registers torch.ops.kvx
 from kvx_adapters import llama_cpp
 from kvx_core import (
     BlockTable,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvx_core.ops.torch_ops  # noqa: F401  registers torch.ops.kvx
 from kvx_core import (
     BlockTable,
     CacheDesc,
