@@ -74,7 +74,7 @@ def test_fields_have_the_comments_beside_them(sources: griffe.Module) -> None:
     assert asked in view  # a comment above, of two lines and more
     assert "of F4\\_E2M1. Spec: [E.14](../../spec.md#e14-" in view
     assert "_held" not in view
-    assert "**`memo`**" not in view  # init=False
+    assert "**`read_only`**" not in view  # init=False
 
 
 def test_methods_that_say_nothing_are_hidden(sources: griffe.Module) -> None:

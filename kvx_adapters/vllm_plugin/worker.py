@@ -177,8 +177,6 @@ class WorkerHalf:
             weights, stamp = self._weights, step.stamp
             if step.generation != self._seen:
                 self._seen = step.generation
-                for part in self._held:  # views remember facts of earlier weights' store
-                    part.view.memo.clear()
             return (
                 stamp is not None
                 and stamp.ranks == weights.generation

@@ -138,6 +138,11 @@ class Held:
         if exported:
             self.are_in_place = lambda: of_torch() and all(one.is_in_place() for one in exported)
 
+    def is_current(self) -> bool:
+        """False if memory has moved, or torch was imported later: calls made now read its tensors
+        in C."""
+        return self.are_in_place() and (self.type is not None or _torch_type() is None)
+
     @property
     def owners(self) -> list[Any]:
         """All that it keeps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import (
@@ -108,6 +108,13 @@ class PoolDesc:
         )
 
 
+class BoundCalls(NamedTuple):
+    """Calls bound to the tensors of a cache, by the key of their options. See ops/calls.py"""
+
+    held: bound.Held
+    calls: dict[str, bound.Call]  # a call keeps `held`, which therefore has no calls of its own
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class CacheDesc:
     """The cache of one layer.
@@ -126,9 +133,8 @@ class CacheDesc:
     pool: PoolDesc | None = None  # KV_OFFSETS only
     shared_kv: bool = False
     _c: abi.kvx_cache_desc_t = field(init=False, compare=False)
-    # Bound writes and gathers, by the key of their options. See calls.py
-    bound_calls: dict[str, bound.Call] = field(init=False, compare=False, default_factory=dict)
-    _held: list[bound.Held] = field(init=False, compare=False, default_factory=list)
+    # Its tensors as they were when `held` last looked, and the writes and gathers bound to them.
+    bound_calls: BoundCalls | None = field(init=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         counts = ("num_blocks", "block_size", "num_kv_heads", "head_dim")
@@ -259,15 +265,14 @@ class CacheDesc:
         name: what errors call the cache
         Raises InvalidArgumentError.
         """
-        if self._held and self._held[0].are_in_place():
-            return self._held[0]
+        if self.bound_calls is not None and self.bound_calls.held.is_current():
+            return self.bound_calls.held
         for half, tensor in self.tensors.items():
             tensor.require_in_place(f"{name}.{half}")
         if self.pool is not None:
             self.pool.require_in_place(f"{name}.pool")
-        self.bound_calls.clear()  # they hold the tensors as they were
         held = bound.Held(self.moving_owners)
-        self._held[:] = [held]
+        object.__setattr__(self, "bound_calls", BoundCalls(held, {}))
         return held
 
     @property

@@ -69,10 +69,7 @@ class CacheView:
     # Computed once: a migration of few tokens takes less time than a loop over all layers.
     read_only: dict[str, Borrowed] = field(init=False, compare=False)  # by name
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
-    # K's dims in another order, see kvx_core.ops.reorder; a string: why that cannot be described.
-    reordered: dict[Any, CacheView | str] = field(init=False, compare=False)
-    memo: dict[Any, Any] = field(init=False, compare=False)  # what others have found of it
-    _held: list[bound.Held] = field(init=False, compare=False)  # made by the first use
+    _held: bound.Held | None = field(init=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         def set_(name: str, value: object) -> None:
@@ -103,9 +100,6 @@ class CacheView:
         tensors |= self._found()
         set_("read_only", {name: t for name, t in tensors.items() if not t.writable})
         set_("_bytes", {})
-        set_("reordered", {})
-        set_("memo", {})
-        set_("_held", [])
 
     def _check_rotation(self) -> None:
         widest = max((layer.head_dim for layer in self.layers), default=0)
@@ -205,8 +199,8 @@ class CacheView:
         name: what errors call the view
         Raises InvalidArgumentError.
         """
-        if self._held and self._held[0].are_in_place():
-            return self._held[0]
+        if self._held is not None and self._held.is_current():
+            return self._held
         owners = []
         for i, layer in enumerate(self.layers):
             layer.require_in_place(f"{name}.layers[{i}]")
@@ -232,7 +226,7 @@ class CacheView:
                     found.require_in_place(f"{name}.planes[{i}].{place}")
                     owners += moving_owners(found.owner)
         held = bound.Held(owners)
-        self._held[:] = [held]
+        object.__setattr__(self, "_held", held)
         return held
 
     def _scales_to_c(self, name: str, scales: Sequence[ScaleDesc | None]) -> Any:

@@ -6,7 +6,6 @@ read are described here, and the same call takes the descriptions.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -18,7 +17,7 @@ from kvx_core.desc.placing import where_read
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tables import DESCRIPTORS, BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc, describe
-from kvx_core.desc.tensors import TensorLike, is_torch, may_move, owning_device
+from kvx_core.desc.tensors import TensorLike, may_move, owning_device
 from kvx_core.errors import InternalError
 from kvx_core.ops.options import GatherOptions, WriteOptions
 from kvx_core.ops.streams import call_stream
@@ -26,8 +25,6 @@ from kvx_core.types import Layout, Memory, Transfer
 
 A_CACHE = "a CacheDesc: CacheDesc.from_kv(describe(k, layout), describe(v, layout))"
 _MOST_CALLS = 16  # that a cache keeps: one for each set of options without scales
-_BEFORE_TORCH = "before torch"  # some call was bound before torch was imported, and reads none
-
 
 _Options = TypeVar("_Options", WriteOptions, GatherOptions)
 
@@ -35,23 +32,22 @@ _Options = TypeVar("_Options", WriteOptions, GatherOptions)
 def cached_call(
     bind: Callable[[CacheDesc, _Options], bound.Call], cache: CacheDesc, options: _Options
 ) -> bound.Call:
-    """The bound call of a cache and options. Without scales it is kept with the cache.
+    """The bound call of a cache and options. Without scales it is kept for the next time.
 
     Raises InvalidArgumentError.
     """
     try:
-        calls = cache.bound_calls
-        call = calls.get(options.key)
+        kept = cache.bound_calls
     except AttributeError:
         raise bad_argument("cache", cache, A_CACHE) from None
+    call = None if kept is None else kept.calls.get(options.key)
     if call is None:
         call = bind(cache, options)
-        if options.key:
+        if options.key and cache.bound_calls is not None:
+            calls = cache.bound_calls.calls
             if len(calls) >= _MOST_CALLS:
                 calls.clear()
             calls[options.key] = call
-            if "torch" not in sys.modules:
-                calls[_BEFORE_TORCH] = call
     return call
 
 
@@ -116,7 +112,6 @@ def run_described_write(
         if _is_elsewhere(found_key, cache):
             left |= bound.INDICES
         found_slots = SlotMapping.of(slots) if left & bound.INDICES else None
-        _forget_if_before_torch(cache, key)
         require_cache(cache, options)
         now = abi.stream_now(call_stream(stream, cache.k.owner, _owner(key)))
         if found_slots is not None and found_slots.token_count:
@@ -152,7 +147,6 @@ def rest_of_gather(
             left |= bound.INDICES | bound.LENS
         table = BlockTable.of(block_table) if left & bound.INDICES else None
         lens = SeqLens.of(seq_lens) if left & bound.LENS else None
-        _forget_if_before_torch(cache, key)
         require_cache(cache, options)
         for name, tensor in (("key", found_key), ("value", found_value)):
             if tensor is not None:
@@ -214,12 +208,6 @@ def gather_sizes(
 def _is_elsewhere(key: TensorDesc | None, cache: CacheDesc) -> bool:
     """Whether the indices may have to be in the key's memory, while C would expect the cache's."""
     return key is not None and key.memory is not cache.k.memory
-
-
-def _forget_if_before_torch(cache: CacheDesc, key: Any) -> None:
-    """Drops calls bound before torch was imported, when the first torch tensor is passed."""
-    if is_torch(key) and _BEFORE_TORCH in cache.bound_calls:
-        cache.bound_calls.clear()
 
 
 def _structs(*descs: abi.Described | None) -> list[Any]:

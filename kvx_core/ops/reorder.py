@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.desc.by_view import ByView
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import ReorderRotary
 from kvx_core.desc.tensor_desc import TensorDesc
@@ -20,6 +21,9 @@ from kvx_core.types import DType, Layout
 
 Order = Literal["half", "interleaved"]
 Dims = npt.NDArray[np.int64]
+
+# Views with K's dims in another order; a string says why a view cannot be described so.
+_in_orders: ByView[tuple[object, ...], CacheView | str] = ByView()
 
 
 def dims_in_order(held: Order, wanted: Order, rotary_dim: int) -> Dims:
@@ -37,7 +41,7 @@ def reordered(
     """Describes one of the ends anew so that migrating between them does `transform`; returns both.
 
     If only some dims of a head rotate, each layer gets a second layer, behind all others: the other
-    dims of its K, without V. The views keep these descriptions for the next call.
+    dims of its K, without V. These descriptions are kept for the next call.
     find_scales: whether the migration finds the scales of `dst`
     Copies nothing. Raises FactsMismatchError if strides cannot describe it.
     """
@@ -55,7 +59,7 @@ def reordered(
     # Either end can be described anew. An end with packed dims often cannot, so both are tried.
     orders = [transform.dst, transform.src]
     key = ("dst", transform.dst, transform.src, transform.rotary_dim, find_scales)
-    if isinstance(dst.view.reordered.get(key), CacheView):
+    if isinstance(_in_orders.of(dst.view).get(key), CacheView):
         orders.reverse()  # the destination is described already
     for order in orders:
         asked = order, transform.rotary_dim, find_scales
@@ -82,13 +86,14 @@ def _in_order(
 ) -> CacheView | str:
     """`view` with the rotary dims of K in order `wanted`, or why it cannot be described so."""
     key = (name, held, wanted, rotary_dim, find_scales)
-    found = view.reordered.get(key)
+    in_orders = _in_orders.of(view)
+    found = in_orders.get(key)
     if found is None:
         is_same = held == wanted and all(la.head_dim == rotary_dim for la in view.layers)
         reason = next(_cannot(name, view, rotary_dim, find_scales), "")
         dims = dims_in_order(held, wanted, rotary_dim)
         found = reason if reason or is_same else _described(name, view, dims)
-        view.reordered[key] = found
+        in_orders[key] = found
     return found or view  # "": the view itself, which must not refer to itself
 
 

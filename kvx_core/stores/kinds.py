@@ -41,14 +41,11 @@ class Kinds:
         demand: Sequence[Precision],
         accept: Accept,
         clock: Callable[[], float] = time.monotonic,
-        reader: object = None,
         has_room: Callable[[int], bool] = lambda num_bytes: True,
         windows: Windows | None = None,
         about: bytes = b"",
     ) -> None:
         """demand:   the precision of each layer of the reader's cache
-        reader:   an object that is the same for all spaces of one reader; facts about the reader's
-                  caches are kept under it
         has_room: True if so many more bytes of records may be kept, in all spaces together
         windows:  for each layer, how far before the end of a prefix the reader needs it; None: all
                   tokens of every layer
@@ -56,7 +53,7 @@ class Kinds:
                   fingerprint
         """
         self.windows = windows or Windows.of(None, len(record.kv_heads))
-        self.record, self.reader = record, reader or object()
+        self.record = record
         self._blobs, self._secrets = blobs, secrets
         self.demand, self.accept = tuple(demand), accept
         self._clock, self._has_room = clock, has_room
@@ -230,7 +227,7 @@ class Spaces:
         about: bytes = b"",
     ) -> None:
         """Takes the arguments of the same names of Kinds."""
-        self._arguments, self._reader = (blobs, secrets, demand, accept), object()
+        self._arguments = blobs, secrets, demand, accept
         self.windows, self._about = windows, about
         self._known = WeakValueDictionary[str, Kinds]()
 
@@ -239,7 +236,6 @@ class Spaces:
         blobs, secrets, demand, accept = self._arguments
         new = Kinds(
             *(blobs, secrets, record, demand, accept),
-            reader=self._reader,
             has_room=self._has_room,
             about=self._about,
             windows=self.windows,

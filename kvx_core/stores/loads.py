@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvx_core.desc.by_view import ByView
 from kvx_core.snapshot import (
     VALUES,
     Nulls,
@@ -43,7 +44,10 @@ from kvx_core.types import Memory
 _TOGETHER = 16 << 20  # bytes of files that are copied together
 _TOGETHER_ON_DEVICE = 32 << 20  # the same on a device, where starting a copy takes longer
 _LARGE = 1 << 20  # bytes of a file; a thread reads several smaller files at a time
-_MAX_FITTING = 32  # kinds of files that a view remembers to take
+_MAX_FITTING = 32  # kinds of files that are known to fit a view
+
+# For each view and by layers and encoding of a section: the parts that fit it, by their id.
+Fitting = ByView[tuple[object, ...], dict[int, tuple[Part, ...]]]
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ class Loads:
     carried: LoadedPrecision
     format: StorageFormat
     rooms: Rooms
+    fitting: Fitting
 
     def load(
         self,
@@ -89,12 +94,13 @@ class Loads:
         stop: int,
         sections: list[Section],
         stream: int | None,
-        progress: Progress,
+        progress: Progress | None = None,
     ) -> int:
         """Loads tokens `start` to `stop`. Returns their bytes.
 
         After a bad file, all later files are checked too, so that corrupt ones are deleted at once.
         """
+        progress = progress or Progress()
         progress.stop = max(progress.stop, start)
         needed = [span for span in spans if max(start, span.start) < min(stop, span.stop)]
         pinned = any(s.first_tensor.memory is not Memory.HOST for s in sections)
@@ -161,12 +167,10 @@ class Loads:
     def _unfit(self, snapshot: Snapshot, section: Section) -> list[str]:
         """Returns the reasons why the section may not take its layers from a file, a sentence each.
 
-        The section's view remembers a file that fits by its parts, which are one object for all
-        files of a kind.
+        A file that fits is remembered by its parts, which are one object for all files of a kind.
         """
-        own = self.kinds.reader, self.format.precision
-        key, parts = ("fitting", own, section.layers, section.encoding), snapshot.header.parts
-        fitting: dict[int, tuple[Part, ...]] = section.view.memo.setdefault(key, {})
+        parts = snapshot.header.parts
+        fitting = self.fitting.of(section.view).setdefault((section.layers, section.encoding), {})
         if fitting.get(id(parts)) is parts:
             return []
         reasons = snapshot.mismatch(section) or self._too_coarse(snapshot, section)

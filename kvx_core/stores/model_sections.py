@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from kvx_core.desc.by_view import ByView
+from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import Section, StorageFormat
 from kvx_core.stores.model_planes import ModelPlanes
@@ -23,6 +25,10 @@ class ModelSections:
     planes: ModelPlanes
     format: StorageFormat
     is_lossy: bool
+    # The layers of a part and its view; None in place of the view: that of the section
+    _parts: ByView[tuple[object, ...], tuple[tuple[int, ...], CacheView | None] | None] = field(
+        init=False, default_factory=ByView
+    )
 
     def all_of(
         self, sections: Iterable[Section], *, states: bool = False, captured: bool = False
@@ -47,12 +53,12 @@ class ModelSections:
 
         states:   True: the part is its states; False: it is all but its states
         captured: True: its values are to be stored
-        Returns None if the section has no such part. The result is kept with the section's view.
+        Returns None if the section has no such part. The result is kept for the section's view.
         Raises InvalidArgumentError if the section is of another model; UnsupportedError if
         `captured`, the store is exact and the format rounds the section.
         """
-        kept = section.view.memo
-        key = self, states, captured, section.layers, section.encoding
+        kept = self._parts.of(section.view)
+        key = states, captured, section.layers, section.encoding
         if key not in kept:
             part = section.states if states else section.tokens
             if part is not None:
@@ -60,7 +66,6 @@ class ModelSections:
                 part = self._completed(part, states)
                 if captured:
                     self._check_exact(part)
-            # A view that referred to itself would not be freed before garbage collection.
             is_same = part is not None and part.view is section.view
             kept[key] = None if part is None else (part.layers, None if is_same else part.view)
         found = kept[key]

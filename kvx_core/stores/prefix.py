@@ -43,7 +43,7 @@ from kvx_core.stores.entries import CachedEntries, Entries, LoadedPrecision
 from kvx_core.stores.finder import Finder
 from kvx_core.stores.index import Index
 from kvx_core.stores.kinds import Kinds, Spaces
-from kvx_core.stores.loads import Loads, Progress
+from kvx_core.stores.loads import Fitting, Loads, Progress
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
@@ -158,7 +158,7 @@ class PrefixStore:
             if self.chunk_tokens == requested:
                 raise
             raise StoreError(f"{error}. The store was made with these chunk_tokens") from None
-        self._rooms = Rooms()
+        self._rooms, self._fitting = Rooms(), Fitting()
 
     def salted(self, salt: str) -> Self:
         """Returns the same store for sequences with this salt."""
@@ -477,11 +477,11 @@ class PrefixStore:
         states = self._sections.all_of(sections, states=True)
         self._planes.check_load(sections, states, stop, match.num_tokens)
         step, num_bytes = self.chunk_tokens, 0
-        loads = Loads(self._entries, self._kinds, step, self._carried, self.format, self._rooms)
+        kept = self._carried, self.format, self._rooms, self._fitting
+        loads = Loads(self._entries, self._kinds, step, *kept)
         if states and stop:  # first: tokens are no use without them
             span = match.span_of_states(step)
-            num_bytes = loads.load([span], span.start, stop, states, stream, Progress())
-        progress = progress or Progress()
+            num_bytes = loads.load([span], span.start, stop, states, stream)
         return num_bytes + loads.load(match.spans, start, stop, tokens, stream, progress)
 
     def _span(

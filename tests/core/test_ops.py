@@ -399,7 +399,7 @@ def test_options_that_are_given_as_they_are_by_default_are_none() -> None:
         write_kv(cache, token, token, torch.tensor([3]), find_scales=False, stream=None, **usual)
         gather_kv(cache, torch.tensor([[0]]), torch.tensor([2]), out=out)
         gather_kv(cache, [[0]], [2], out=out, zero_fill=False, null_block_id=-1, **usual)
-        assert len(cache.bound_calls) == 2
+        assert len(cache.bound_calls.calls) == 2
         with pytest.raises(InvalidArgumentError, match="find_scales is 0, expected True or False"):
             write_kv(cache, token, token, [3], find_scales=0)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="null_block"):
@@ -409,7 +409,7 @@ def test_options_that_are_given_as_they_are_by_default_are_none() -> None:
         out[0].zero_()
         gather_kv(cache, holed, torch.tensor([2]), out=out, null_block_id=null)
         assert bool(out[0].any()) is (null != 0)
-        assert len(cache.bound_calls) <= 16
+        assert len(cache.bound_calls.calls) <= 16
     gather_kv(
         cache, torch.tensor([[0]]), torch.tensor([2]), out=out, null_block_id=0, zero_fill=True
     )

@@ -539,14 +539,14 @@ k = np.zeros((2, 4, 1, 8), np.float32)
 cache = CacheDesc.from_kv(describe(k, "BLOCK_NHD"))
 for slot in (0, 1):
     write_kv(cache, np.ones((1, 1, 8), np.float32), None, [slot])
-(call,) = set(cache.bound_calls.values())
+(call,) = cache.bound_calls.calls.values()
 assert "torch" not in sys.modules
 import torch
 key, slots = torch.full((1, 1, 8), 2.0), torch.tensor([5])
 assert call(key, None, slots) < 0
 for _ in range(2):
     write_kv(cache, key, None, slots)
-(call,) = cache.bound_calls.values()
+(call,) = cache.bound_calls.calls.values()
 assert call(key, None, slots) == 0
 print(k[:, :, 0, 0].ravel().tolist())
 """
