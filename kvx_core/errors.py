@@ -1,4 +1,5 @@
-"""The exceptions of KVX: one per failing status of the ABI, each also the builtin it resembles.
+"""The exceptions of KVX: one per failing status of the ABI, each also the builtin it resembles, and
+those of snapshots and stores.
 
 Every message says which field, what it is, what was expected, and the way out where there is one.
 A message may quote a file that others have written: it controls no terminal and no log.
@@ -80,6 +81,22 @@ class FactsMismatchError(InvalidArgumentError):
         reasons = tuple(reasons)
         super().__init__("the copy would not mean the same: " + "; ".join(reasons))
         self.reasons = reasons
+
+
+class StoreError(KvxError, RuntimeError):
+    """A snapshot cannot be read, written or used here. Its file may still be good."""
+
+
+class CorruptError(StoreError):
+    """The content of a file is wrong: nobody can use it."""
+
+
+class UnsignedError(StoreError):
+    """A file is not signed with the reader's key, or is signed and the reader has no key."""
+
+
+class OtherKeyError(UnsignedError):
+    """A file is signed or encrypted with a key that this process does not have."""
 
 
 BY_STATUS: dict[int, type[KvxError]] = {

@@ -5,7 +5,6 @@ snapshot        captures, restores, reads and saves a snapshot
 capture         lists the tensors of a snapshot, copies between caches and snapshots
 contents        describes the contents of a snapshot
 precision       the numbers that stored values can be
-text            parses untrusted JSON
 memory          allocates memory, assigns offsets to tensors
 scales          scales in the shapes of a snapshot
 planes          planes of a section
@@ -32,13 +31,12 @@ pieces          the units in which a file is checked
 coding          lossless encodings of tensors in files
 sealing         checks and encrypts records and pieces
 secrets         the keys of a process
-errors          errors of snapshots and stores
 """
 
+from kvx_core.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.capture import precision_of, token_ids
 from kvx_core.snapshot.chunks import Chunks
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
-from kvx_core.snapshot.errors import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.nulls import Nulls
 from kvx_core.snapshot.pool import MemoryPool
 from kvx_core.snapshot.precision import VALUES, Accept, Precision, Precisions

@@ -16,11 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c.os_files import OpenFile, read_at, write_all
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    OtherKeyError,
+    StoreError,
+    UnsignedError,
+)
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import Contents, Header, Part
 from kvx_core.snapshot.dense import Dense
-from kvx_core.snapshot.errors import CorruptError, OtherKeyError, StoreError, UnsignedError
 from kvx_core.snapshot.file_layout import FileLayout, Selection
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.kind_text import MAX_TOKENS

@@ -14,9 +14,9 @@ import numpy as np
 
 from kvx_core._c import file_calls
 from kvx_core._c.os_files import OpenFile
+from kvx_core.errors import CorruptError
 from kvx_core.snapshot.chunk_file import ChunkFile, Loaded, Wanted, data_of
 from kvx_core.snapshot.contents import Header
-from kvx_core.snapshot.errors import CorruptError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.record import ID_BYTES, KEY_BYTES

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Self
 
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, StoreError
 from kvx_core.snapshot.contents import Header, Part, PlaneKind, Stored
-from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.file_layout import FileLayout
 from kvx_core.snapshot.kind_text import (
     MAX_KIND_BYTES,

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, FailFast, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as parsed
 
 from kvx_core.desc.facts import OF_ENGINE, CacheFacts
+from kvx_core.errors import CorruptError, StoreError
 from kvx_core.snapshot.coding import CODINGS
 from kvx_core.snapshot.contents import (
     KV_DTYPES,
@@ -24,7 +25,6 @@ from kvx_core.snapshot.contents import (
     Stored,
     inconsistency,
 )
-from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.record import element_bytes
 from kvx_core.types import DType
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.errors import StoreError
 from kvx_core.snapshot.contents import Stored
-from kvx_core.snapshot.errors import StoreError
 
 PAGE = 4096
 _ALIGN = 64  # bytes; offsets of tensors are multiples of it

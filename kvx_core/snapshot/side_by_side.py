@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvx_core.desc.tables import BlockTable
+from kvx_core.errors import StoreError
 from kvx_core.ops.migrate import copy_rows, copy_tokens
 from kvx_core.ops.write_gather import device_status
-from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.scales import has_vector_scales
 from kvx_core.snapshot.section import Section, device_of, ints_on, row_on_host, table_on
 

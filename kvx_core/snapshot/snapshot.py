@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvx_core._c.os_files import OpenFile
 from kvx_core.argument_checks import each_is_a, int64s, integer, is_a, or_none, takes, text
 from kvx_core.desc.facts import compare
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, StoreError
 from kvx_core.ops.write_gather import device_status
 from kvx_core.snapshot.capture import Copy, token_ids, unlike_head_dims
 from kvx_core.snapshot.chunk_file import ChunkFile, Loaded
@@ -39,7 +39,6 @@ from kvx_core.snapshot.contents import (
     scale_name,
 )
 from kvx_core.snapshot.dense import Dense
-from kvx_core.snapshot.errors import StoreError
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.planes import (
     by_entry,

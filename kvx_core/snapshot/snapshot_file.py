@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from kvx_core._c.os_files import OpenFile, close, read_at, write_all
 from kvx_core.argument_checks import bad_argument
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import CorruptError, InvalidArgumentError, StoreError
 from kvx_core.snapshot.chunk_file import (
     MAX_POSITION,
     ChunkFile,
@@ -25,7 +25,6 @@ from kvx_core.snapshot.chunk_file import (
     regular_size,
 )
 from kvx_core.snapshot.contents import Contents
-from kvx_core.snapshot.errors import CorruptError, StoreError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.pieces import MOST_BYTES
 from kvx_core.snapshot.record import (

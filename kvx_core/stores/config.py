@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.strict_json import strict_json
 
 FORMAT = 3
 MIN_CHUNK_TOKENS = 16  # a prompt of 4,096 tokens is 256 files

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from threading import Lock
 
 from kvx_core._c.os_files import close
+from kvx_core.errors import OtherKeyError
 from kvx_core.snapshot import CorruptError, Precision, Room, Snapshot, StoreError
 from kvx_core.snapshot.chunk_reads import ToRead, is_chunk, read_chunk, read_chunks
-from kvx_core.snapshot.errors import OtherKeyError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.secrets import Secrets

@@ -18,7 +18,6 @@ from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.chunk_file import ChunkFile, said_tokens
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.snapshot.text import strict_json
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.names import (
     is_key,
@@ -32,6 +31,7 @@ from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.store_reader import StoreReader
 from kvx_core.stores.stored_kind import Lengths, StoredFile, StoredKind
 from kvx_core.stores.stored_space import Space
+from kvx_core.stores.strict_json import strict_json
 from kvx_core.stores.verified import check_file
 
 _MOST_KINDS = 256  # in a space

@@ -47,8 +47,7 @@ from kvx_core.stores.loads import Fitting, Loads, Progress
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.match import Match as Match
 from kvx_core.stores.match import StoredSpan as StoredSpan
-from kvx_core.stores.model_planes import ModelPlanes
-from kvx_core.stores.model_sections import ModelSections
+from kvx_core.stores.model_sections import ModelPlanes, ModelSections
 from kvx_core.stores.names import Ids, entry_name, key_of
 from kvx_core.stores.own_kinds import OwnKinds
 from kvx_core.stores.rooms import Rooms

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from kvx_core.snapshot import CorruptError, PlaneKind
-from kvx_core.snapshot.text import strict_json
+from kvx_core.stores.strict_json import strict_json
 
 MAX_BYTES = 1 << 20  # of a record
 FORMAT = 3

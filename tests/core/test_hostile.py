@@ -18,7 +18,7 @@ import pytest
 from kvx_core import Snapshot, StoreError
 from kvx_core.snapshot import CorruptError
 from kvx_core.snapshot.record import MAX_HEADER_BYTES
-from kvx_core.snapshot.text import strict_json
+from kvx_core.stores.strict_json import strict_json
 from tests.core import store_reader
 from tests.core.test_stores import Engine, files_of, save, store_in
 from tests.hostile import hostile_files
