@@ -18,8 +18,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from tests.core import store_reader
 from tests.hostile_entries import hostile_entries
+from tests.snapshot import store_reader
 from tests.snapshot_files import SnapshotFile
 
 # All that safetensors has, in bits.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.core import store_reader
+from tests.snapshot import store_reader
 
 RECORD = struct.Struct("<8sIIIQQ32s32s32sQ")
 

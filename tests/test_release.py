@@ -34,7 +34,7 @@ def parsed(path: str) -> Any:
 
 
 def test_one_version() -> None:
-    """pyproject.toml says it. CMake reads it there, and tests/core/test_import.py libkvx's."""
+    """pyproject.toml says it. CMake reads it there, and tests/test_import.py libkvx's."""
     version = PROJECT["version"]
     cited = parsed("CITATION.cff")
     headings = re.findall(r"^## (.*)$", CHANGELOG, re.M)

@@ -1,29 +1,24 @@
-"""Lookups that memory answers, and jobs in threads."""
+"""Lookups: what memory answers at once, what a thread asks the disk, and what both count."""
 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section
+from kvx_core import BlockTable, PrefixStore, Section
 from kvx_core._c.os_files import OpenFile
-from kvx_core.connector import lookups, threads
+from kvx_core.connector import lookups
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
-from kvx_core.connector.threads import Workers
-from kvx_core.stores.index import Index
 from kvx_core.stores.pace import Pace
-from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.walk import Walk
 from tests.connector.test_toy_engine import Frozen, prompt, store_in
 from tests.connector.toy_connector import view_of
@@ -331,70 +326,6 @@ def test_a_lookup_that_has_not_begun_in_time_never_begins(tmp_path: Path) -> Non
     asked.lookups.shutdown()
 
 
-def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvx_core.stores import token_chain
-
-    hashed: list[int] = []
-    real, here = token_chain.key_of, threading.get_ident()
-
-    def counted(node: str, ids: Any) -> str:
-        if threading.get_ident() == here:  # lookups of earlier tests may still run
-            hashed.append(len(ids))
-        return real(node, ids)
-
-    monkeypatch.setattr(token_chain, "key_of", counted)
-    tokens = prompt(10_000, 1)
-    chain = TokenChain(tokens, "0" * 64, 16)
-    assert chain.node(600) == TokenChain(np.array(tokens), "0" * 64, 16).node(600)
-    assert len(hashed) == 1200
-    for i in range(100):
-        tokens.append(i)
-        chain.node(len(tokens) // 16)
-    assert len(hashed) == 1200 + 10_100 // 16 - 600
-    assert chain.ids(0, 10_100).tolist() == tokens
-
-
-def test_a_sequence_that_does_not_only_grow() -> None:
-    """vLLM drops the last token of a session when its user goes on."""
-    tokens = prompt(40, 15)
-    chain = TokenChain(tokens, "0" * 64, 16)
-    chain.ids(0, 40)
-    tokens[39:] = [tokens[39] ^ 1, 1, 2]
-    with pytest.raises(InvalidArgumentError, match="have changed"):
-        chain.ids(0, 42)
-    with pytest.raises(InvalidArgumentError, match="have changed"):
-        TokenChain([5], "0" * 64, 16).ids(0, 8)  # not eight times 5
-
-
-def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvx_core.stores import index as module
-
-    monkeypatch.setattr(module, "_MAX_NAMES", 100)
-    index = Index()
-    for i in range(300):
-        index.saw(f"file {i}")
-        index.missed(f"other {i}")
-        index.found_good(f"good {i}")
-        index.held(f"held {i}")
-    for known in (index._files, index._absent, index._good, index._held):
-        assert len(known) <= 100
-    assert index.is_held("held 299")
-    assert not index.is_there("other 299")
-
-
-def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = Workers(1, "test")
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: 1)
-        workers._at_exit()  # waits for nothing, and ends no thread of the other process
-        with pytest.raises(RuntimeError, match="forked off"):
-            workers.submit(print)
-    done = threading.Event()
-    workers.submit(done.set)
-    assert done.wait(60)
-    assert workers.shutdown(60)
-
-
 def test_all_lookups_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
     asked = Asked(tmp_path)
@@ -416,34 +347,6 @@ def test_threads_of_lookups_end_with_them(tmp_path: Path) -> None:
     for thread in begun:
         thread.join(60)
         assert not thread.is_alive()
-
-
-def test_jobs_run_in_the_order_of_their_age() -> None:
-    workers, done, go = Workers(1, "test"), list[int](), threading.Event()
-    workers.submit(lambda: go.wait(60))
-    for i in range(5):
-        workers.submit(lambda i=i: done.append(i), key=i % 2)
-    assert workers.cancel(1) == 2
-    assert workers.stuck_seconds() >= 0
-    go.set()
-    assert workers.wait(60)
-    assert done == [0, 2, 4]
-    assert workers.stuck_seconds() == 0
-    assert workers.shutdown(60)
-    with pytest.raises(RuntimeError):
-        workers.submit(go.wait)
-
-
-def test_a_shutdown_waits_no_longer_than_it_is_told() -> None:
-    workers, done, go = Workers(1, "test"), list[int](), threading.Event()
-    workers.submit(lambda: go.wait(60))
-    workers.submit(lambda: done.append(1))
-    begin = time.monotonic()
-    assert not workers.shutdown(0.1)
-    assert time.monotonic() - begin < 10
-    go.set()
-    assert workers.wait(60)
-    assert done == []
 
 
 def test_answers_are_counted(tmp_path: Path) -> None:
@@ -546,42 +449,3 @@ def test_a_disk_that_does_not_give_files_is_told(tmp_path: Path) -> None:
     assert answer() == 0
     assert store.index.num_corrupt
     assert boundary.take_counts() == {}
-
-
-def test_threads_are_stuck_since_the_last_of_them_has_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that has been at its job for long does not keep the other from answering."""
-    now, go = [100.0], threading.Event()
-    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    workers = Workers(2, "test")
-    for begun in (0.0, 7.0):
-        now[0] = 100 + begun
-        workers.submit(lambda: go.wait(60))
-        while workers._jobs:
-            time.sleep(0.001)
-        assert workers.stuck_seconds() == 0
-    now[0] = 110.0
-    assert workers.stuck_seconds() == 3
-    go.set()
-    assert workers.wait(60)
-    assert workers.stuck_seconds() == 0
-
-
-def test_whether_a_job_begins_at_once() -> None:
-    workers, goes_on = Workers(2, "free"), threading.Event()
-    begun = [threading.Event() for _ in range(3)]
-
-    def job(i: int) -> None:
-        begun[i].set()
-        goes_on.wait(60)
-
-    for i, has_free in enumerate((True, True, False)):
-        assert workers.has_free_thread is has_free
-        workers.submit(lambda i=i: job(i))
-        assert i == 2 or begun[i].wait(60)
-    assert not workers.has_free_thread
-    goes_on.set()
-    assert workers.wait(60)
-    assert workers.has_free_thread
-    assert workers.shutdown(60)

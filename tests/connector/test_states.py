@@ -18,7 +18,7 @@ from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.stores import PrefixStore
-from tests.core.test_stores_states import (
+from tests.stores.test_prefix_states import (
     PLANES,
     STATE_HEADS,
     Machine,

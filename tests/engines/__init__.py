@@ -1,7 +1,7 @@
 """Every engine that KVX describes, each with a cache that its own indexing can fill.
 
-A line of ENGINES makes an engine part of tests/test_engine_matrix.py and of docs/layouts.md; a line
-of REFUSED says which of its caches cannot be described, and why.
+A line of ENGINES makes an engine part of tests/engines/test_engine_matrix.py and docs/layouts.md; a
+line of REFUSED says which of its caches cannot be described, and why.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
 """Moves the tiny model's cache from each engine to each other one, and tells what they said.
 
-A script, since vLLM changes the process that it runs in: tests/test_engine_pairs.py runs it. The
-engines start once. Prints a line of JSON: of each pair and prompt length, the greedy tokens that
-the source said alone, those that the destination said behind the hop, and those of a control: the
-destination with keys and values of zero.
+A script, since vLLM changes the process that it runs in: tests/engines/test_engine_pairs.py runs
+it. The engines start once. Prints a line of JSON: of each pair and prompt length, the greedy tokens
+that the source said alone, those that the destination said behind the hop, and those of a control:
+the destination with keys and values of zero.
 
     python -m tests.engines.pairs COUNT LENGTH... -- NAME...
 """
