@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 
@@ -40,10 +39,57 @@ class ToRead(NamedTuple):
     place: int  # offset of the file's data in the memory that is read into
 
 
+class ChunkRun(Sequence[Snapshot]):
+    """Snapshots of good files, made when they are asked for: many files are copied together, and
+    then the first snapshot says enough.
+
+    The files are of one kind and have as many tokens. If there are several, `can_join` is true for
+    their snapshots.
+    """
+
+    __slots__ = ("_files", "_heads", "_into", "num_files")
+
+    def __init__(
+        self, files: Sequence[ToRead], heads: memoryview, into: tuple[Room, int, Bytes]
+    ) -> None:
+        """files: the first of them is in the run
+        heads: parent and ids of these files, one after another
+        into:  the room, its memory that the files were read into, and the offset of this memory
+        """
+        self._files, self._heads, self._into = files, heads, into
+        self.num_files = 1
+
+    def __len__(self) -> int:
+        return self.num_files
+
+    @overload
+    def __getitem__(self, index: int) -> Snapshot: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Snapshot]: ...
+    def __getitem__(self, index: int | slice) -> Snapshot | list[Snapshot]:
+        """Raises CorruptError if a scale in the file is invalid."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(self.num_files)[index]]
+        number = range(self.num_files)[index]
+        room, at, memory = self._into
+        name, _, wanted, start, place = self._files[number]
+        size = _head_bytes(wanted)
+        head = self._heads[number * size : (number + 1) * size]
+        header = Header(start, head[:KEY_BYTES].hex(), wanted.parts)
+        tokens = np.frombuffer(head[KEY_BYTES:], "<i8")
+        own = memory[place : place + wanted.selection.place.num_bytes]
+        return Snapshot.of_file(Loaded.of(header, tokens, wanted, room, at + place, own, name))
+
+
+def _head_bytes(wanted: Wanted) -> int:
+    """The bytes of parent and ids in a file."""
+    return KEY_BYTES + ID_BYTES * wanted.layout.num_tokens
+
+
 def read_chunks(
     folder: int, files: Sequence[ToRead], room: Room, at: int, memory: Bytes
-) -> list[Snapshot | None]:
-    """Reads and checks files in C, without the GIL. Returns a snapshot for each file.
+) -> list[ChunkRun | None]:
+    """Reads and checks files in C, without the GIL. Returns runs of files that follow one another.
 
     Returns None in place of a file that C does not read, or that fails a check: `read_chunk` then
     reads it, or raises the reason.
@@ -51,26 +97,52 @@ def read_chunks(
     files:  at most MOST_FILES
     room:   the room that `files` were made for; it gave `memory` at byte `at`
     """
-    read, snapshots = file_calls.read_chunks(), list[Snapshot | None]([None] * len(files))
-    quick = [(i, file) for i, file in enumerate(files) if file.wanted.selection.plan is not None]
+    read = file_calls.read_chunks()
+    quick = [file for file in files if file.wanted.selection.plan is not None]
     if read is None or not quick:
-        return snapshots
-    names, _, wanteds, starts, places = zip(*(file for _, file in quick), strict=True)
+        return [None] * len(files)
+    names, _, wanteds, starts, places = zip(*quick, strict=True)
     plans = tuple(wanted.selection.plan for wanted in wanteds)
     good, found = read(folder, names, plans, starts, memory.data, places)
-    view, ids, begin = memoryview(found), np.frombuffer(found, "<i8"), 0
-    for (i, file), is_good in zip(quick, good, strict=True):
-        name, key, wanted, start, place = file
-        first, begin = begin, begin + KEY_BYTES + ID_BYTES * wanted.layout.num_tokens
-        if not is_good or hashlib.sha256(view[first:begin]).hexdigest() != key:
-            continue
-        header = Header(start, found[first : first + KEY_BYTES].hex(), wanted.parts)
-        tokens = ids[(first + KEY_BYTES) // ID_BYTES : begin // ID_BYTES]
-        own = memory[place : place + wanted.selection.place.num_bytes]
-        with suppress(CorruptError):
-            loaded = Loaded.of(header, tokens, wanted, room, at + place, own, name)
-            snapshots[i] = Snapshot.of_file(loaded)
-    return snapshots
+    heads, is_good, end = memoryview(found), iter(good), 0
+    runs, run, like, next_one = list[ChunkRun | None](), None, None, (0, 0)
+    for i, file in enumerate(files):
+        _, key, wanted, start, place = file
+        checked = None
+        if wanted.selection.plan is not None:
+            begin, end = end, end + _head_bytes(wanted)
+            if next(is_good) and hashlib.sha256(heads[begin:end]).hexdigest() == key:
+                checked = heads[begin:]
+        if checked is None:
+            runs.append(None)
+            run = None
+        elif run is not None and wanted is like and (start, place) == next_one:
+            run.num_files += 1
+        else:
+            run = ChunkRun(files[i:], checked, (room, at, memory))
+            runs.append(run if _has_good_scales(run, wanted) else None)
+            if not _can_go_on(wanted, room, at + place):
+                run = None
+        like = wanted
+        next_one = start + wanted.layout.num_tokens, place + wanted.selection.place.num_bytes
+    return runs
+
+
+def _has_good_scales(run: ChunkRun, wanted: Wanted) -> bool:
+    if not wanted.selection.scales:
+        return True
+    try:
+        run[0]
+    except CorruptError:
+        return False
+    return True
+
+
+def _can_go_on(wanted: Wanted, room: Room, at: int) -> bool:
+    """True if the next file like this one can be joined to it, see `can_join`."""
+    place = wanted.selection.place
+    is_full = wanted.layout.num_tokens == room.num_tokens
+    return is_full and place.block is not None and at % place.num_bytes == 0
 
 
 def read_chunk(

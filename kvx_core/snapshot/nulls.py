@@ -38,7 +38,10 @@ class Nulls:
             first = section.view.layers[0]
             begin = start // first.block_size
             blocks = blocks[begin : -(-stop // first.block_size)]
-            if (blocks < first.num_blocks).all():  # else find_tokens raises the error
+            lowest, highest = (blocks.min(), blocks.max()) if blocks.size else (-1, -1)
+            if highest < first.num_blocks:  # else find_tokens raises the error
+                if lowest > max(section.view.null_block_id, -1):
+                    return []
                 self._start, self._tokens = begin * first.block_size, first.block_size
                 return [null_blocks(section.view, blocks)]
         found = list(section.nulls(start, stop))

@@ -30,7 +30,8 @@ def restore_all(
     """Restores snapshots that follow one another in a sequence, as Snapshot.restore.
 
     start, stop: positions in the sequence: `start` in the first snapshot, `stop` in the last one
-    is_checked:  the caller knows that Snapshot.mismatch of each snapshot is empty
+    is_checked:  the caller knows that Snapshot.mismatch of each snapshot is empty, and `can_join`
+                 true
     One copy restores all snapshots if `can_join` is true for them, and the section has K and V
     without planes and without scales per token and head. Mutates the section's cache, except null
     blocks. Waits for a device. Returns the bytes of these tokens as the section stores them.
@@ -38,14 +39,14 @@ def restore_all(
     OutOfRangeError.
     """
     view = section.view
-    held = _heads(snapshots, section) if can_join(snapshots) else set()
+    first = snapshots[0]
+    held = _heads(first, section) if is_checked or can_join(snapshots) else set()
     if len(held) != 1 or view.planes or not view.layers or has_vector_scales(view):
         num_bytes = 0
         for one in snapshots:
             begin, end = one.header.start, one.header.start + len(one.tokens)
             num_bytes += one.restore(section, max(start, begin), min(stop, end), stream=stream)
         return num_bytes
-    first = snapshots[0]
     if not is_checked and (reasons := first.mismatch(section)):
         raise StoreError(f"{first.name}: {'; '.join(reasons)}")
     here = set(first.header.layers)
@@ -86,10 +87,10 @@ def restore_all(
     return (stop - start) * section.view.bytes_per_token(end - begin)
 
 
-def _heads(snapshots: Sequence[Snapshot], section: Section) -> set[tuple[int, int]]:
-    """Returns the ranges of heads that the first snapshot has in layers of the section."""
+def _heads(snapshot: Snapshot, section: Section) -> set[tuple[int, int]]:
+    """Returns the ranges of heads that a snapshot has in layers of the section."""
     here = set(section.layers)
-    return {part.heads for part in snapshots[0].header.parts if not here.isdisjoint(part.layers)}
+    return {part.heads for part in snapshot.header.parts if not here.isdisjoint(part.layers)}
 
 
 def can_join(snapshots: Sequence[Snapshot]) -> bool:

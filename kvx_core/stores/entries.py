@@ -83,27 +83,32 @@ class Entries:
 
     def read_all(
         self, files: Sequence[ToRead], room: Room, at: int, memory: Bytes
-    ) -> list[Snapshot | StoreError]:
+    ) -> list[Sequence[Snapshot] | StoreError]:
         """Reads the wanted part of each file into `memory`, which `room` has given at offset `at`.
 
         files: at most MOST_FILES
-        Returns for each file its snapshot, or the StoreError if it cannot be read. Deletes corrupt
-        files.
+        Returns the snapshots of all files in order, several together if `can_join` is true for
+        them; in place of a file that cannot be read: the StoreError. Deletes corrupt files.
         """
-        found: list[Snapshot | StoreError] = []
-        folder = self.blobs.folder()
-        quick: list[Snapshot | None] = [None] * len(files)
+        found, good = list[Sequence[Snapshot] | StoreError](), list[str]()
+        folder, done = self.blobs.folder(), 0
+        runs: Sequence[Sequence[Snapshot] | None] = [None] * len(files)
         if folder is not None:
             try:
-                quick = read_chunks(folder, files, room, at, memory)
+                runs = read_chunks(folder, files, room, at, memory)
             finally:
                 close(folder)
-        for file, one in zip(files, quick, strict=True):
-            try:
-                found.append(one or self._read(file, room, at, memory))
-            except StoreError as error:
-                found.append(error)
-        good = (f.name for f, one in zip(files, found, strict=True) if isinstance(one, Snapshot))
+        for run in runs:
+            if run is None:
+                try:
+                    run = (self._read(files[done], room, at, memory),)
+                except StoreError as error:
+                    found.append(error)
+                    done += 1
+                    continue
+            found.append(run)
+            good += [file.name for file in files[done : done + len(run)]]
+            done += len(run)
         self.index.held(*good)
         return found
 

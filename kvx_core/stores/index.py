@@ -59,9 +59,11 @@ class Index:
     def held(self, *names: str) -> None:
         """Notes that this process has just read or written these files, and that they are good."""
         with self._lock:
+            now = self._clock()
             for name in names:
-                self._saw(name)
+                _remember(self._files, name, now)
                 _remember(self._held, name, None)
+                self._absent.pop(name, None)
 
     def expect(self, name: str) -> None:
         """Notes that this process is about to write a file. The caller then calls `wrote`, `missed`

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, repeat
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -209,6 +209,10 @@ class _Part(NamedTuple):
     memory: Bytes
 
 
+# A snapshot of a run by its number, and the sections that take layers from it
+_File = tuple[Sequence[Snapshot], int, list[Section]]
+
+
 class _Planned(NamedTuple):
     """A span whose files are read."""
 
@@ -221,7 +225,35 @@ class _Batch(NamedTuple):
     """Spans that are read together into one room."""
 
     spans: list[_Planned]
-    job: Job[_Part, list[Snapshot | StoreError]]
+    job: Job[_Part, list[Sequence[Snapshot] | StoreError]]
+
+
+class _Waiting(Sequence[Snapshot]):
+    """Snapshots of a room that are going to be copied together: each a run, and its number in it.
+
+    They are made when they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.of = list[tuple[Sequence[Snapshot], int]]()
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    @overload
+    def __getitem__(self, index: int) -> Snapshot: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Snapshot]: ...
+    def __getitem__(self, index: int | slice) -> Snapshot | list[Snapshot]:
+        if isinstance(index, slice):
+            return [run[i] for run, i in self.of[index]]
+        run, number = self.of[index]
+        return run[number]
+
+    def is_next(self, run: Sequence[Snapshot], number: int) -> bool:
+        """True if `can_join` stays true with this one behind the others."""
+        last, of_last = self.of[-1]
+        return (run is last and number == of_last + 1) or can_join([last[of_last], run[number]])
 
 
 @dataclass(slots=True)
@@ -237,8 +269,8 @@ class _Load:
     new_room: Callable[[], Room]
     together: int  # bytes of files that are copied together
     num_bytes: int = 0  # loaded so far
-    # Snapshots in a room that are going to be copied together, and the sections that take them.
-    _waiting: list[Snapshot] = field(default_factory=list)
+    _waiting: _Waiting = field(default_factory=_Waiting)
+    # The sections that take what waits.
     _takers: list[Section] = field(default_factory=list)
     _first: int = 0  # the first token of the sequence that is copied from them
     _last: int = 0  # one past the last
@@ -275,7 +307,7 @@ class _Load:
 
         Helpers may begin to read the batch at once. The room loses its earlier content.
         """
-        planned, files, num_bytes = list[_Planned](), list[ToRead](), 0
+        planned, files, num_bytes, most = list[_Planned](), list[ToRead](), 0, 0
         while left:
             span = left[0]
             lo, hi = max(self.start, span.start), min(self.stop, span.stop)
@@ -283,7 +315,8 @@ class _Load:
                 plan, keys = self._plan_of(span, lo, hi, room)
                 if not files:
                     room.clear(plan.num_bytes, self.together // max(plan.num_bytes, 1))
-                elif not room.has(num_bytes + plan.num_bytes):
+                    most = room.num_bytes
+                elif num_bytes + plan.num_bytes > most:
                     break
             except StoreError as error:
                 planned.append(_Planned(lo, hi, error))
@@ -340,8 +373,8 @@ class _Load:
         coarser = frozenset(each for kind in kinds for each in self.of.kinds.coarser(kind))
         return _Plan(sources, num_bytes, coarser)
 
-    def _read(self, part: _Part) -> list[Snapshot | StoreError]:
-        """Returns a snapshot of each file, or why it is not loaded. Deletes corrupt files."""
+    def _read(self, part: _Part) -> list[Sequence[Snapshot] | StoreError]:
+        """Returns snapshots of all files as Entries.read_all does. Deletes corrupt files."""
         files, room, at, memory = part
         try:
             self._raise_if_cancelled()
@@ -349,45 +382,45 @@ class _Load:
             return [error] * len(files)
         return self.of.entries.read_all(files, room, at, memory)
 
-    def _copy(self, batch: _Batch, read: Sequence[list[Snapshot | StoreError]]) -> None:
+    def _copy(self, batch: _Batch, read: Sequence[list[Sequence[Snapshot] | StoreError]]) -> None:
         """Copies a batch in order. Raises the StoreError of the first span that is not loaded."""
-        files = chain.from_iterable(read)
+        files = chain.from_iterable(map(_each, chain.from_iterable(read)))
         for lo, hi, plan in batch.spans:
             self._raise_if_cancelled()
             if isinstance(plan, StoreError):
                 self._restore()
                 raise plan
-            found: list[tuple[Snapshot, list[Section]]] = []
+            found: list[_File] = []
             for source in plan.sources:
-                snapshot = next(files)
-                if isinstance(snapshot, StoreError):
+                run, number = next(files)
+                if isinstance(run, StoreError):
                     self._restore()
-                    raise snapshot
-                found.append((snapshot, source.takers))
+                    raise run
+                found.append((run, number, source.takers))
             # Files that only other ranks load count too: later tokens are computed from them.
             for precision in plan.coarser:
                 self.of.carried.take(precision)
             self._add(found, lo, hi)
         self._restore()
 
-    def _add(self, read: Sequence[tuple[Snapshot, list[Section]]], lo: int, hi: int) -> None:
+    def _add(self, read: Sequence[_File], lo: int, hi: int) -> None:
         """Copies tokens `lo` to `hi` now, or later together with the tokens that follow."""
         if len(read) == 1:
-            ((snapshot, takers),) = read
+            ((run, number, takers),) = read
             is_next = self._last == lo and _are_same(takers, self._takers)
-            if self._waiting and not (is_next and can_join([self._waiting[-1], snapshot])):
+            if self._waiting.of and not (is_next and self._waiting.is_next(run, number)):
                 self._restore()
-            if not self._waiting:
+            if not self._waiting.of:
                 self._first, self._takers = lo, takers
-            self._waiting.append(snapshot)
+            self._waiting.of.append((run, number))
             self._last = hi
             return
         self._restore()
         restored, served = 0, dict[int, Section]()
-        for snapshot, takers in read:
+        for run, number, takers in read:
             for section in takers:
                 served[id(section)] = section
-                restored += snapshot.restore(section, lo, hi, stream=self.stream)
+                restored += run[number].restore(section, lo, hi, stream=self.stream)
         # Files of several ranks may hold the same heads.
         needed = sum(section.num_bytes(hi - lo) for section in served.values())
         self.num_bytes += min(restored, needed)
@@ -395,13 +428,17 @@ class _Load:
 
     def _restore(self) -> None:
         """Copies the snapshots in `_waiting`."""
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            for section in self._takers:
-                self.num_bytes += restore_all(
-                    waiting, section, self._first, self._last, stream=self.stream, is_checked=True
-                )
-            self.progress.stop = self._last
+        waiting, self._waiting = self._waiting, _Waiting()
+        if not waiting.of:
+            return
+        are_joined = len(waiting) > 1 or can_join(waiting)
+        for section in self._takers:
+            self.num_bytes += restore_all(
+                *(waiting, section, self._first, self._last),
+                stream=self.stream,
+                is_checked=are_joined,
+            )
+        self.progress.stop = self._last
 
     def _check(self, batch: _Batch, left: deque[StoredSpan], room: Room) -> None:
         """Reads the files that will not be loaded, so that corrupt ones are deleted."""
@@ -449,4 +486,11 @@ def _hold(kinds: Sequence[Kind], layer: int, heads: tuple[int, int]) -> bool:
 
 
 def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+    return one is other or (len(one) == len(other) and all(map(operator.is_, one, other)))
+
+
+def _each(
+    run: Sequence[Snapshot] | StoreError,
+) -> Iterable[tuple[Sequence[Snapshot] | StoreError, int]]:
+    """Yields the run once for each snapshot, with the snapshot's number."""
+    return [(run, 0)] if isinstance(run, StoreError) else zip(repeat(run), range(len(run)))

@@ -18,8 +18,8 @@ _RUNG = b"kvx rung"
 _ID_BYTES = 8
 _KEY = re.compile("[0-9a-f]{64}")
 _ENTRY = re.compile(
-    r"(?P<space>[0-9a-f]{64})/(?P<folder>[0-9a-f]{2})/"
-    r"(?P<key>(?P=folder)[0-9a-f]{62})\.(?P<kind>[0-9a-f]{32})\.safetensors"
+    r"([0-9a-f]{64})/([0-9a-f]{2})/"  # space, folder
+    r"(\2[0-9a-f]{62})\.([0-9a-f]{32})\.safetensors"  # key, kind
 )
 _MARK = re.compile(r"[0-9a-f]{64}/(?P<folder>[0-9a-f]{2})/(?P=folder)[0-9a-f]{62}\.mark")
 
@@ -100,7 +100,7 @@ def model_record(space: str) -> str:
 def parse_entry(name: str) -> EntryName | None:
     """Parses the name of an entry's file; returns None for any other name."""
     found = _ENTRY.fullmatch(name)
-    return found and EntryName(name, *found.group("space", "key", "kind"))
+    return found and EntryName(name, *found.group(1, 3, 4))
 
 
 def is_mark(name: str) -> bool:

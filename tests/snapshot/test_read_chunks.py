@@ -20,9 +20,9 @@ import pytest
 from kvx_core import DType, Snapshot
 from kvx_core._c import file_calls
 from kvx_core._c.os_files import close
-from kvx_core.snapshot import Room, StoreError
+from kvx_core.snapshot import Room, StoreError, can_join
 from kvx_core.snapshot.chunk_file import Wanted
-from kvx_core.snapshot.chunk_reads import ToRead, read_chunks
+from kvx_core.snapshot.chunk_reads import ChunkRun, ToRead, read_chunks
 from kvx_core.snapshot.kind import Kind
 from kvx_core.stores.entries import Entries
 from tests.snapshot.chunk_files import (
@@ -44,23 +44,25 @@ from tests.stores.test_prefix import Engine, save, store_in
 SENTINEL = 0xA5
 
 
-def by_c(
+def runs_by_c(
     paths: Sequence[Path],
     kind: Kind,
     goods: Sequence[Snapshot],
     *,
-    layers: Sequence[int] | None = None,
     room_tokens: int = FULL,
+    layers: Sequence[int] | None = None,
     starts: Sequence[int] | None = None,
-) -> list[Snapshot | None]:
+) -> list[ChunkRun | None]:
     """What C finds in files of one folder, each of which should be like a snapshot."""
     room, files, num_bytes = Room(room_tokens), list[ToRead](), 0
+    of, wanteds = kind.layers if layers is None else layers, dict[int, Wanted]()
     for i, (path, good) in enumerate(zip(paths, goods, strict=True)):
-        of = kind.layers if layers is None else layers
-        wanted = Wanted.of(kind, len(good.tokens), of, room, "a model")
+        n = len(good.tokens)
+        if n not in wanteds:
+            wanteds[n] = Wanted.of(kind, n, of, room, "a model")
         start = good.header.start if starts is None else starts[i]
-        files.append(ToRead(path.name, key_of(good), wanted, start, num_bytes))
-        num_bytes += wanted.selection.place.num_bytes
+        files.append(ToRead(path.name, key_of(good), wanteds[n], start, num_bytes))
+        num_bytes += wanteds[n].selection.place.num_bytes
     first, memory = room.take(num_bytes)
     memory[:] = SENTINEL
     folder = os.open(paths[0].parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -68,6 +70,15 @@ def by_c(
         return read_chunks(folder, files, room, first, memory)
     finally:
         close(folder)
+
+
+def by_c(
+    paths: Sequence[Path], kind: Kind, goods: Sequence[Snapshot], **given: Any
+) -> list[Snapshot | None]:
+    """The snapshot of each file, or None, as `runs_by_c` finds them."""
+    found = [one for run in runs_by_c(paths, kind, goods, **given) for one in run or [None]]
+    assert len(found) == len(paths)
+    return found
 
 
 def by_python(path: Path, kind: Kind, good: Snapshot, **given: Any) -> Snapshot | None:
@@ -145,6 +156,51 @@ def test_many_files_at_once(tmp_path: Path) -> None:
         assert are_alike(one, by_python(path, kind, good) if path.exists() else None)
     with pytest.raises(SystemError):
         by_c([*paths, paths[0]], kind, [*goods, goods[0]])
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_runs_of_files_that_follow_one_another(seed: int, tmp_path: Path) -> None:
+    """Files of a run can be joined: they are full, good, and next in the sequence and the room."""
+    make, dice = numbers(DType.BF16), random.Random(seed)
+    kind, goods, at = kind_of(make), list[Snapshot](), 0
+    for i in range(40):
+        n = dice.choice([FULL, FULL, FULL, FULL, FULL, 3])
+        at += dice.choice([0, 0, 0, 0, 0, FULL])  # some files are missing in between
+        goods.append(snapshot_of(make, n, i, start=at))
+        at += n
+    paths = [tmp_path / str(i) for i in range(len(goods))]
+    is_good = [dice.random() < 0.9 for _ in goods]
+    for path, good, is_there in zip(paths, goods, is_good, strict=True):
+        write(path, good, kind)
+        if not is_there:
+            path.write_bytes(path.read_bytes()[:-1])
+    runs, done, lengths = runs_by_c(paths, kind, goods), 0, list[int]()
+    for run in runs:
+        if run is None:
+            assert not is_good[done]
+            done += 1
+            continue
+        lengths.append(len(run))
+        each = list(run)
+        assert can_join(each) or len(each) == 1
+        for one in each:
+            assert is_good[done]
+            assert are_alike(one, by_python(paths[done], kind, goods[done]))
+            done += 1
+        assert run[-1].header.start == each[-1].header.start
+        assert [one.name for one in run[1:]] == [one.name for one in each[1:]]
+        with pytest.raises(IndexError):
+            run[len(run)]
+    assert done == len(paths)
+    # As few as there are: a new one begins behind a gap, a bad file, or one that is not full.
+    borders = sum(
+        not (is_good[i - 1] and len(goods[i - 1].tokens) == len(goods[i].tokens) == FULL)
+        or goods[i].header.start != goods[i - 1].header.start + FULL
+        for i in range(1, len(goods))
+        if is_good[i]
+    )
+    assert len(lengths) == borders + is_good[0]
+    assert max(lengths) > 3
 
 
 @pytest.mark.parametrize(("name", "n"), [("a layer", 2), ("planes", 4), ("a scale per head", 1)])
