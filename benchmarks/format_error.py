@@ -160,9 +160,8 @@ def stored(values: Tensor, dtype: DType | str) -> Stored:
         values = flat[: len(flat) // dtype.numbers * dtype.numbers].view(-1, 1, dtype.numbers)
     tokens, heads, dim = values.shape
     raw = torch.zeros(1, tokens, heads, dim // dtype.numbers * dtype.itemsize, dtype=torch.uint8)
-    name = dtype.format.array_name
-    if dtype.numbers == 1 and name is not None:
-        raw = raw.view(getattr(torch, name))
+    if dtype.format.rounding:
+        raw = raw.view(getattr(torch, dtype.array_name))
     beside: dict[str, Any] = {}
     num_bytes = raw.nbytes
     if dtype.name in _GROUPS:

@@ -1,16 +1,17 @@
-"""The table of formats, a row each, as csrc/formats/table.h in C.
+"""Formats by name. Their sizes and precision are in csrc/formats/table.h: libkvx is asked at first
+use. What torch, numpy and DLPack call them is here.
 
-Sizes, names, DLPack codes and precision come from here.
 Spec: 4.3, E.10
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 
 __all__ = ["DType", "Format", "Rounding"]
@@ -36,12 +37,9 @@ class Format(NamedTuple):
     """A row of the table."""
 
     itemsize: int  # bytes of a unit, the element of a tensor
-    array_name: str | None = (
-        None  # what torch and numpy (with ml_dtypes) call it; None: neither has it
-    )
-    dlpack: tuple[int, int] | None = None  # (DLDataTypeCode, bits)
     rounding: Rounding | None = None  # of floats
     numbers: int = 1  # of a unit, along dim
+    is_element: bool = False  # of caches and of tokens on their way
     scaled: bool = False  # FP8 and S8: a scale may lie beside it
     affine: bool = False  # a scale and a zero point for each unit lie beside it [E.14, E.18]
     grouped: bool = False  # affine, without zero points: a scale of the tensor, or none [E.18]
@@ -81,20 +79,32 @@ class DType(IntEnum):
     TQ4 = 28
     S8 = 29
 
-    @property
+    @cached_property
     def format(self) -> Format:
         """Its row of the table."""
-        return _FORMATS[self]
+        if self is DType.INVALID:
+            return Format(0)
+        row = abi.format_info(self)
+        mantissa = row.digits - 1
+        return Format(
+            row.bytes,
+            Rounding(mantissa, row.lowest + mantissa, row.largest) if row.digits else None,
+            row.numbers,
+            is_element=bool(row.flags & abi.FORMAT_ELEMENT),
+            scaled=bool(row.flags & abi.FORMAT_SCALED),
+            affine=bool(row.flags & (abi.FORMAT_ZEROS | abi.FORMAT_GROUPS)),
+            grouped=bool(row.flags & abi.FORMAT_GROUPS),
+        )
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes per element, which is a unit of the format; 0 for INVALID."""
-        return _ITEMSIZE[self]
+        return self.format.itemsize
 
-    @property
+    @cached_property
     def numbers(self) -> int:
         """Numbers per element, along dim."""
-        return _FORMATS[self].numbers
+        return self.format.numbers
 
     @property
     def array_name(self) -> str:
@@ -102,15 +112,14 @@ class DType(IntEnum):
 
         Raises UnsupportedError where they have no such type.
         """
-        name = _FORMATS[self].array_name
-        if name is None:
+        if self not in _ARRAYS:
             raise UnsupportedError(f"DType.{self.name} has no torch or numpy type")
-        return name
+        return _ARRAYS[self].name
 
     @property
     def label(self) -> str:
         """`array_name` or, if there is none, KVX's own name."""
-        return _FORMATS[self].array_name or self.name
+        return _ARRAYS[self].name if self in _ARRAYS else self.name
 
     @classmethod
     def of(
@@ -144,7 +153,7 @@ def no_dtype(name: str, dtype: object, takes: Iterable[DType] | None) -> Invalid
 
 def labels(takes: Iterable[DType] | None) -> str:
     """Names of formats, for errors; None: of all."""
-    return ", ".join(one.label for one in (_FORMATS if takes is None else takes) if one)
+    return ", ".join(one.label for one in (DType if takes is None else takes) if one)
 
 
 @lru_cache(256)  # numpy takes long for the name of a dtype
@@ -152,50 +161,57 @@ def _named_as(dtype: Hashable) -> DType | None:
     return _BY_NAME.get(str(dtype).removeprefix("torch.").lower())
 
 
+class _Array(NamedTuple):
+    """An element type of torch and numpy (with ml_dtypes)."""
+
+    name: str
+    dlpack: tuple[int, int]  # (DLDataTypeCode, bits)
+
+
 # DLPack: kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLFloat8_*.
-_FORMATS = {
-    DType.INVALID: Format(0),
-    DType.F16: Format(2, "float16", (2, 16), Rounding(10, -14, 65504.0)),
-    DType.BF16: Format(2, "bfloat16", (4, 16), Rounding(7, -126, 2.0**127 * (2 - 2.0**-7))),
-    DType.F32: Format(4, "float32", (2, 32), Rounding(23, -126, 2.0**127 * (2 - 2.0**-23))),
-    DType.F8_E4M3: Format(1, "float8_e4m3fn", (10, 8), Rounding(3, -6, 448.0), scaled=True),
-    DType.F8_E5M2: Format(1, "float8_e5m2", (12, 8), Rounding(2, -14, 57344.0), scaled=True),
-    DType.S32: Format(4, "int32", (0, 32)),
-    DType.S64: Format(8, "int64", (0, 64)),
-    DType.U32: Format(4, "uint32", (1, 32)),
-    DType.U64: Format(8, "uint64", (1, 64)),
-    DType.U8: Format(1, "uint8", (1, 8)),
-    DType.F8_E4M3FNUZ: Format(1, "float8_e4m3fnuz", (11, 8), Rounding(3, -7, 240.0), scaled=True),
-    DType.Q8_0: Format(34, numbers=32),
-    DType.Q4_0: Format(18, numbers=32),
-    DType.U8_ZERO: Format(1, affine=True),
-    DType.U8_BIAS: Format(1, affine=True),
-    DType.Q4_1: Format(20, numbers=32),
-    DType.IQ4_NL: Format(18, numbers=32),
-    DType.Q5_0: Format(22, numbers=32),
-    DType.Q5_1: Format(24, numbers=32),
-    DType.Q4_K: Format(144, numbers=256),
-    DType.Q5_K: Format(176, numbers=256),
-    DType.Q6_K: Format(210, numbers=256),
-    DType.F4_E2M1: Format(1, numbers=2, affine=True, grouped=True),
-    DType.MXFP4: Format(17, numbers=32),
-    DType.F8_E8M0: Format(1, "float8_e8m0fnu", (14, 8)),
-    DType.TQ2: Format(34, numbers=128),
-    DType.TQ3: Format(50, numbers=128),
-    DType.TQ4: Format(66, numbers=128),
-    # The integers to 127: steps of 1 from the smallest number on.
-    DType.S8: Format(1, "int8", (0, 8), Rounding(6, 6, 127.0), scaled=True),
+_ARRAYS = {
+    DType.F16: _Array("float16", (2, 16)),
+    DType.BF16: _Array("bfloat16", (4, 16)),
+    DType.F32: _Array("float32", (2, 32)),
+    DType.F8_E4M3: _Array("float8_e4m3fn", (10, 8)),
+    DType.F8_E5M2: _Array("float8_e5m2", (12, 8)),
+    DType.S32: _Array("int32", (0, 32)),
+    DType.S64: _Array("int64", (0, 64)),
+    DType.U32: _Array("uint32", (1, 32)),
+    DType.U64: _Array("uint64", (1, 64)),
+    DType.U8: _Array("uint8", (1, 8)),
+    DType.F8_E4M3FNUZ: _Array("float8_e4m3fnuz", (11, 8)),
+    DType.F8_E8M0: _Array("float8_e8m0fnu", (14, 8)),
+    DType.S8: _Array("int8", (0, 8)),
 }
+OF_DLPACK = {array.dlpack: dtype for dtype, array in _ARRAYS.items()}
+_BY_NAME = {name.lower(): dtype for dtype in DType if dtype for name in (dtype.label, dtype.name)}
+
+
+class Formats(Collection[DType]):
+    """Formats that something holds for. `find` is asked for them at first use: importing kvx_core
+    loads no library.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[DType]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _found(self) -> tuple[DType, ...]:
+        return tuple(self._find())
+
+    def __iter__(self) -> Iterator[DType]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, dtype: object) -> bool:
+        return dtype in self._found
+
+
 # What caches, tokens, tables and scales may have: csrc/formats/format.h, is_element_type,
 # is_index_type, is_scale_type, and the scales of groups of F4_E2M1.
-ELEMENTS = tuple(
-    dtype
-    for dtype, row in _FORMATS.items()
-    if row.rounding or row.scaled or row.affine or row.numbers > 1 or dtype is DType.U8
-)
+ELEMENTS = Formats(lambda: (dtype for dtype in DType if dtype.format.is_element))
 INDICES = (DType.S32, DType.S64)
 SCALES = (DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E8M0)
-_ITEMSIZE = {dtype: found.itemsize for dtype, found in _FORMATS.items()}
-_BY_NAME = {
-    name.lower(): dtype for dtype in _FORMATS if dtype for name in (dtype.label, dtype.name)
-}

@@ -19,6 +19,7 @@ from tests.test_affine import from_dense
 from tests.test_formats import one_vector, values
 from tests.test_turboquant_formats import decode, encode
 
+FLOATS = [d for d in DType if d.format.rounding and d is not DType.S8]
 NUMBERS = [d for d in DType if d.format.rounding or d.numbers > 1 or d.format.affine]
 # Caches of the formats with scales beside the data; their `store` and `numbers` are the oracle.
 BESIDE = {
@@ -63,3 +64,24 @@ def test_s8_is_what_pytorch_and_the_spec_say() -> None:
     every = np.arange(256, dtype=np.uint8)[None]
     numbers = one_vector(CPU, every, DType.S8, DType.F32).view(np.float32)
     assert numbers[0].tolist() == [*range(128), *range(-128, 0)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+def test_the_precision_of_a_float_is_torchs(dtype: DType) -> None:
+    torchs = torch.finfo(getattr(torch, dtype.array_name))
+    rounding = dtype.format.rounding
+    assert rounding is not None
+    assert rounding.largest == torchs.max
+    assert 2.0**-rounding.mantissa == torchs.eps
+    assert 2.0**rounding.smallest == torchs.smallest_normal
+
+
+def test_sizes_are_torchs_and_what_has_a_precision_is_known() -> None:
+    for dtype in DType:
+        if hasattr(torch, dtype.label):
+            assert dtype.itemsize == getattr(torch, dtype.array_name).itemsize
+            assert dtype.numbers == 1
+    assert [dtype.name for dtype in FLOATS] == [
+        "F16", "BF16", "F32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ",
+    ]  # fmt: skip
+    assert DType.S8.format.rounding == (6, 6, 127)  # integers: numbers of 7 bits, steps of 1

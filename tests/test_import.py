@@ -61,6 +61,15 @@ def test_importing_kvx_core_imports_no_torch_and_loads_no_library() -> None:
     assert python(code) == "False 0"
 
 
+def test_the_first_use_of_a_format_reads_the_table_of_the_library() -> None:
+    code = (
+        "import kvx_core; loaded = lambda: kvx_core._c.abi.library.cache_info().currsize; "
+        "named = kvx_core.DType.of('float16').array_name, loaded(); "
+        "print(*named, kvx_core.DType.F16.itemsize, loaded())"
+    )
+    assert python(code) == "float16 0 2 1"
+
+
 def test_backend_info() -> None:
     info = kvx_core.backend_info()
     assert info.version == kvx_core.__version__

@@ -1052,7 +1052,9 @@ def test_every_sentence_has_a_rule() -> None:
     assert len(sentences) > 90, "the sources no longer look as this test expects"
     covered_elsewhere = {
         "out of memory",  # cannot be provoked
-        "version is NULL",  # test_the_other_functions_refuse_null
+        # test_the_other_functions_refuse_null
+        "version is NULL",
+        "dtype is %d, expected a kvx_dtype_t from 1 to %u (spec 4.3)",
         # It takes a build with CUDA on a machine without a device.
         "%s.memory is DEVICE, but no CUDA device can be used here: %s (spec 4.3)",
         # Devices say it, see `device:` in validation_rules.txt.
@@ -1078,8 +1080,6 @@ def test_every_sentence_has_a_rule() -> None:
         "numbers of 1 byte, too (spec E.15)",
         "elem_size is %zu, expected %u as dtype_value %d has (spec E.15)",
         "num_pairs is %d, expected 0 or more (spec E.15)",
-        "info is NULL",
-        "info.size is %u, expected at least %zu (spec 6)",
         # tests/test_fp4.py has the rules of F4_E2M1.
         "%s.dtype is %s, a scale for each %lld numbers, but head_dim is %lld, expected a multiple "
         "(spec E.18)",
@@ -1161,6 +1161,17 @@ def test_the_other_functions_refuse_null() -> None:
     message = rf"^info\.size is {size - 1}, expected at least {size} \(spec 6\)$"
     with pytest.raises(InvalidArgumentError, match=message):
         abi.check(library.kvx_backend_info(info))
+    with pytest.raises(InvalidArgumentError, match=r"^info is NULL$"):
+        abi.check(library.kvx_format_info(1, None))
+    row = abi.kvx_format_info_t()
+    for dtype in (0, -1, 30):
+        message = rf"^dtype is {dtype}, expected a kvx_dtype_t from 1 to 29 \(spec 4.3\)$"
+        with pytest.raises(InvalidArgumentError, match=message):
+            abi.check(library.kvx_format_info(dtype, row))
+    row.size -= 1
+    message = rf"^info\.size is {row.size}, expected at least {row.size + 1} \(spec 6\)$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        abi.check(library.kvx_format_info(1, row))
 
 
 @pytest.mark.parametrize("name", CALLS)

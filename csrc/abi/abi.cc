@@ -2,8 +2,10 @@
 #include "abi/guarded.h"
 #include "abi/prepared.h"
 #include "error.h"
+#include "formats/format.h"
 #include "kvx/kvx_ext.h"
 #include "plan/find.h"
+#include "rules/struct.h"
 #include "rules/validate.h"
 
 static_assert(sizeof(kvx_version_t) == 16);
@@ -23,6 +25,7 @@ static_assert(sizeof(kvx_plane_axis_t) == 24);
 static_assert(sizeof(kvx_plane_t) == 304);
 static_assert(sizeof(kvx_place_t) == 16);
 static_assert(sizeof(kvx_find_desc_t) == 48);
+static_assert(sizeof(kvx_format_info_t) == 40);
 
 namespace kvx {
 namespace {
@@ -57,6 +60,29 @@ kvx_status_t migrate(const kvx_migrate_desc_t *migrate, void *stream) {
   KVX_TRY(prepare(*migrate, &prepared));
   return backend::run(prepared.plan, prepared.tensors.begin(), prepared.tensors.size(),
                       prepared.on_device, stream);
+}
+
+kvx_status_t describe_format(kvx_dtype_t dtype, kvx_format_info_t *info) {
+  if (!row_of(dtype)) {
+    return KVX_INVALID("dtype is %d, expected a kvx_dtype_t from 1 to %u (spec 4.3)",
+                       static_cast<int>(dtype), kNumFormats - 1);
+  }
+  const Format &format = format_of(dtype);
+  const uint32_t size = info->size;
+  *info = {};
+  info->size = size;
+  info->flags = (is_element_type(dtype) ? KVX_FORMAT_ELEMENT : 0) |
+                (format.beside == Beside::kScale ? KVX_FORMAT_SCALED : 0) |
+                (format.beside == Beside::kScaleZero ? KVX_FORMAT_ZEROS : 0) |
+                (format.beside == Beside::kGroupScale ? KVX_FORMAT_GROUPS : 0);
+  info->name = format.name;
+  info->numbers = uint32_t{1} << format.numbers_log2;
+  info->bytes = format.bytes;
+  info->alignment = format.alignment;
+  info->digits = format.digits;
+  info->lowest = format.lowest;
+  info->largest = format.largest;
+  return KVX_STATUS_OK;
 }
 
 kvx_status_t locate(const kvx_find_desc_t *find) {
@@ -124,13 +150,14 @@ kvx_status_t kvx_device_status(void *stream) {
 const char *kvx_last_error(void) { return kvx::last_error(); }
 
 kvx_status_t kvx_backend_info(kvx_backend_info_t *info) {
-  if (!info) return kvx::fail(KVX_STATUS_INVALID_ARGUMENT, "info is NULL");
-  if (info->size < sizeof *info) {
-    return kvx::fail(KVX_STATUS_INVALID_ARGUMENT, "info.size is %u, expected at least %zu (spec 6)",
-                     info->size, sizeof *info);
-  }
+  KVX_TRY(kvx::check_struct({nullptr, "info"}, info));
   kvx::backend::fill(info);
   return KVX_STATUS_OK;
+}
+
+kvx_status_t kvx_format_info(kvx_dtype_t dtype, kvx_format_info_t *info) {
+  KVX_TRY(kvx::check_struct({nullptr, "info"}, info));
+  return kvx::describe_format(dtype, info);
 }
 
 kvx_status_t kvx_set_num_threads(uint32_t num_threads) {

@@ -7,7 +7,7 @@
 #include "plan/check.h"
 #include "plan/describe.h"
 #include "plan/ranges.h"
-#include "rules/path.h"
+#include "rules/struct.h"
 
 static_assert(sizeof(kvx_end_lookup_t) == 24);
 static_assert(sizeof(kvx_plan_lookups_t) == 72);
@@ -41,15 +41,6 @@ kvx_status_t check_data(const CallContext &call, uint64_t *tokens) {
   return call.is_empty ? KVX_STATUS_OK : kvx::check_data(call.plan, tokens);
 }
 
-// Checks `size` of a struct that the call fills.
-template <class T>
-kvx_status_t check_room(const Path &path, const T *room) {
-  if (!room) return KVX_INVALID("%s is NULL", KVX_AT(path));
-  if (room->size >= sizeof *room) return KVX_STATUS_OK;
-  return KVX_INVALID("%s.size is %u, expected at least %zu (spec 6)", KVX_AT(path), room->size,
-                     sizeof *room);
-}
-
 // Whether the host can count a call's tokens: it can read the indices, and no scale is needed.
 bool is_countable(const CallContext &call) {
   if (!call.route.on_device || call.is_empty) return true;
@@ -61,14 +52,15 @@ bool is_countable(const CallContext &call) {
 kvx_status_t describe(const CallContext &call, kvx_plan_info_t *info, kvx_plane_info_t *planes,
                       uint32_t num_planes) {
   const Plan &plan = call.plan;
-  KVX_TRY(check_room({nullptr, "info"}, info));
+  KVX_TRY(check_struct({nullptr, "info"}, info));
   if (planes ? num_planes != plan.pairs.size() : num_planes != 0) {
     return KVX_INVALID(
         "num_planes is %u, expected info.num_planes %zu, or 0 with planes NULL "
         "(spec E.13)",
         num_planes, plan.pairs.size());
   }
-  for (uint32_t i = 0; i < num_planes; ++i) KVX_TRY(check_room({nullptr, "planes", i}, &planes[i]));
+  for (uint32_t i = 0; i < num_planes; ++i)
+    KVX_TRY(check_struct({nullptr, "planes", i}, &planes[i]));
   const bool counts = is_countable(call);
   uint64_t tokens = KVX_UNKNOWN;
   if (counts) KVX_TRY(check_data(call, &tokens));

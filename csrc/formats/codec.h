@@ -126,8 +126,8 @@ KVX_FORMATS(KVX_ROW)
 // Constants of a format for kernels, which cannot read tables in host memory.
 KVX_HD float largest_of(kvx_dtype_t dtype) {
   switch (dtype) {
-#define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, beside) \
-  case KVX_DTYPE_##name:                                                       \
+#define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, ...) \
+  case KVX_DTYPE_##name:                                                    \
     return largest;
     KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW

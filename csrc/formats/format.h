@@ -26,6 +26,8 @@ struct Format {
   Beside beside;
   uint8_t numbers_log2;  // of a unit, along dim
   uint8_t bytes, alignment;
+  uint8_t digits;  // of precision; 0: it is no float
+  int16_t lowest;  // exponent of the smallest positive number of a float
 };
 
 constexpr uint8_t log2_of(uint32_t power) {
@@ -33,9 +35,10 @@ constexpr uint8_t log2_of(uint32_t power) {
 }
 
 inline constexpr Format kFormats[] = {
-    {"no kvx_dtype_t", 0, FormatClass::kNone, Beside::kNothing, 0, 0, 1},
-#define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, beside) \
-  {#name, largest, FormatClass::k##kind, Beside::k##beside, log2_of(numbers), bytes, alignment},
+    {"no kvx_dtype_t", 0, FormatClass::kNone, Beside::kNothing, 0, 0, 1, 0, 0},
+#define KVX_ROW(name, codec, kind, numbers, bytes, alignment, largest, beside, digits, lowest)   \
+  {#name,  largest, FormatClass::k##kind, Beside::k##beside, log2_of(numbers), bytes, alignment, \
+   digits, lowest},
     KVX_FORMATS(KVX_ROW)
 #undef KVX_ROW
 };
@@ -95,6 +98,14 @@ constexpr bool is_scale_type(kvx_dtype_t dtype) {
 
 // Whether a unit is one number, so that strides of numbers are strides of units.
 constexpr bool is_scalar(kvx_dtype_t dtype) { return format_of(dtype).numbers_log2 == 0; }
+
+// Whether every finite number of a float format is one of another. Formats that are no floats have
+// no such numbers, and -128 of S8 does not come back from any.
+constexpr bool includes(kvx_dtype_t dtype, kvx_dtype_t other) {
+  const Format &mine = format_of(dtype), &its = format_of(other);
+  return its.digits && other != KVX_DTYPE_S8 && mine.digits >= its.digits &&
+         mine.lowest <= its.lowest && mine.largest >= its.largest;
+}
 
 // Whether it is FP8 or S8: a byte per number, with a scale or without.
 constexpr bool takes_scale(kvx_dtype_t dtype) { return format_of(dtype).beside == Beside::kScale; }

@@ -9,38 +9,6 @@
 namespace kvx {
 namespace {
 
-// The finite numbers of a format: digits of precision, the exponents of its smallest and largest
-// bit.
-struct Numbers {
-  int digits, lowest, highest;
-};
-
-// False: a format that this file does not know.
-bool find_numbers(kvx_dtype_t dtype, Numbers *numbers) {
-  switch (dtype) {
-    case KVX_DTYPE_F16:
-      *numbers = {11, -24, 15};
-      return true;
-    case KVX_DTYPE_BF16:
-      *numbers = {8, -133, 127};
-      return true;
-    case KVX_DTYPE_F32:
-      *numbers = {24, -149, 127};
-      return true;
-    case KVX_DTYPE_F8_E4M3:
-      *numbers = {4, -9, 8};
-      return true;
-    case KVX_DTYPE_F8_E4M3FNUZ:
-      *numbers = {4, -10, 7};
-      return true;
-    case KVX_DTYPE_F8_E5M2:
-      *numbers = {3, -16, 15};
-      return true;
-    default:
-      return false;
-  }
-}
-
 bool is_exact(const Plan &plan, const PlanePair &pair) {
   if (!pair.convert) return true;
   if (pair.hadamard) return false;
@@ -49,12 +17,8 @@ bool is_exact(const Plan &plan, const PlanePair &pair) {
     return !lookup.src.starts.data && !lookup.dst.starts.data &&
            lookup.src.mode != LookupMode::kSlots && lookup.src.mode != LookupMode::kRagged;
   }
-  Numbers src, dst;
-  if (pair.find_scales || pair.src_scales.data || pair.dst_scales.data ||
-      !find_numbers(pair.src.dtype, &src) || !find_numbers(pair.dst.dtype, &dst)) {
-    return false;
-  }
-  return dst.digits >= src.digits && dst.lowest <= src.lowest && dst.highest >= src.highest;
+  return !pair.find_scales && !pair.src_scales.data && !pair.dst_scales.data &&
+         includes(pair.dst.dtype, pair.src.dtype);
 }
 
 bool finds_scales(const Plan &plan, const PlanePair &pair) {

@@ -10,7 +10,19 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_uint64, c_void_p, pointer, sizeof
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    pointer,
+    sizeof,
+)
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -32,6 +44,7 @@ FLAG_COPY_ENGINE = 1 << 2
 FLAG_FIND_SCALES = 1 << 3
 FLAG_REQUANTIZE = 1 << 4
 NO_NULL_BLOCK = -1
+FORMAT_ELEMENT, FORMAT_SCALED, FORMAT_ZEROS, FORMAT_GROUPS = 1, 2, 4, 8
 
 _Dims = c_int64 * MAX_TENSOR_DIMS
 
@@ -195,6 +208,20 @@ class kvx_backend_info_t(_Struct):
     )
 
 
+class kvx_format_info_t(_Struct):
+    _fields_ = (
+        ("size", c_uint32),
+        ("flags", c_uint32),
+        ("name", c_char_p),
+        ("numbers", c_uint32),
+        ("bytes", c_uint32),
+        ("alignment", c_uint32),
+        ("digits", c_uint32),
+        ("lowest", c_int32),
+        ("largest", c_float),
+    )
+
+
 class kvx_write_options_t(_Struct):
     _fields_ = (
         ("size", c_uint32),
@@ -324,6 +351,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "kvx_find_tokens": (POINTER(kvx_find_desc_t),),
     "kvx_device_status": (c_void_p,),
     "kvx_backend_info": (POINTER(kvx_backend_info_t),),
+    "kvx_format_info": (c_int, POINTER(kvx_format_info_t)),
     "kvx_set_num_threads": (c_uint32,),
     "kvx_set_host_threads": (c_void_p, c_uint32),
 }
@@ -393,6 +421,13 @@ def check(status: int, lib: Any = None) -> None:
     if status:
         sentence = (lib or library()).kvx_last_error().decode()
         raise BY_STATUS.get(status, InternalError)(sentence)
+
+
+def format_info(dtype: int) -> kvx_format_info_t:
+    """What libkvx's table says of a kvx_dtype_t."""
+    info = kvx_format_info_t()
+    check(library().kvx_format_info(dtype, info))
+    return info
 
 
 _S = TypeVar("_S", bound=_Struct)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ class Plane(Borrowed):
     Spec: E.11
     """
 
-    takes: ClassVar[tuple[DType, ...] | None] = ELEMENTS
+    takes: ClassVar[Collection[DType] | None] = ELEMENTS
 
     axes: tuple[Axis, ...]
     role: int  # a Role, or a number of the caller's own below 2**31

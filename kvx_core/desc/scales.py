@@ -6,6 +6,7 @@ Spec: E.14, E.18
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ class ScaleDesc(Borrowed):
     Spec: 6.6
     """
 
-    takes: ClassVar[tuple[DType, ...] | None] = SCALES
+    takes: ClassVar[Collection[DType] | None] = SCALES
 
     granularity: ScaleGranularity
     memory: Memory = Memory.HOST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from kvx_core.argument_checks import coerce_fields
 from kvx_core.desc.layouts import named_axes, order_of
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.formats import ELEMENTS
+from kvx_core.formats import ELEMENTS, Formats
 from kvx_core.types import Axis, DType, Layout
 
 
@@ -24,7 +24,7 @@ class TensorDesc(Borrowed):
     Spec: 6.2
     """
 
-    takes: ClassVar[tuple[DType, ...] | None] = ELEMENTS
+    takes: ClassVar[Collection[DType] | None] = ELEMENTS
 
     layout: Layout
 
@@ -80,15 +80,15 @@ def describe(
     return TensorDesc(layout=called, **(fields | sorted_))
 
 
-# The formats that a tensor's elements may be, by the dtype that it stores them as.
-_STORED_AS = {
-    stored: tuple(
-        one
-        for one in ELEMENTS
-        if one.itemsize == stored.itemsize or (one.numbers > 1 and stored is DType.U8)
+def _may_be(stored: DType) -> Formats:
+    """The formats that the elements of a tensor may be which stores them as `stored`."""
+    return Formats(
+        lambda: (
+            one
+            for one in ELEMENTS
+            if one.itemsize == stored.itemsize or (one.numbers > 1 and stored is DType.U8)
+        )
     )
-    for stored in DType
-}
 
 
 def stored_as(
@@ -101,7 +101,7 @@ def stored_as(
     Raises InvalidArgumentError, which calls the tensor `name`.
     """
     stored = fields["dtype"]
-    wanted = DType.of(dtype, takes=_STORED_AS[stored])
+    wanted = DType.of(dtype, takes=_may_be(stored))
     if wanted.numbers > 1 and axes and axes[-1] is not Axis.DIM:
         raise InvalidArgumentError(
             f"axes[{len(axes) - 1}] is {axes[-1].name.lower()}, expected dim: the last axis of the "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeGuard
@@ -28,7 +28,7 @@ from kvx_core.argument_checks import (
     sizes,
 )
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
-from kvx_core.formats import INDICES, labels
+from kvx_core.formats import INDICES, OF_DLPACK, labels
 from kvx_core.types import DType, Memory
 
 
@@ -47,7 +47,7 @@ class Borrowed:
     Raises InvalidArgumentError for fields of other types.
     """
 
-    takes: ClassVar[tuple[DType, ...] | None] = None  # dtypes that errors list; None: all
+    takes: ClassVar[Collection[DType] | None] = None  # dtypes that errors list; None: all
 
     data: int  # address of element [0, 0, ...]; 0 if the tensor is empty
     shape: tuple[int, ...]
@@ -201,7 +201,7 @@ def moved(name: str) -> InvalidArgumentError:
 
 
 def borrow(
-    tensor: TensorLike, *, name: str = "tensor", takes: tuple[DType, ...] | None = None
+    tensor: TensorLike, *, name: str = "tensor", takes: Collection[DType] | None = None
 ) -> Borrowed:
     """The memory of `tensor`, without copying it.
 
@@ -218,7 +218,7 @@ def borrow(
 
 
 def borrowed_fields(
-    name: str, tensor: TensorLike, takes: tuple[DType, ...] | None = None
+    name: str, tensor: TensorLike, takes: Collection[DType] | None = None
 ) -> dict[str, Any]:
     """The fields of a Borrowed, or of a descriptor that adds fields. Raises as `borrow`."""
     if is_torch(tensor):
@@ -396,7 +396,7 @@ def require_whole(name: str, tensor: Any) -> None:
         )
 
 
-def _borrow_torch(name: str, tensor: Any, takes: tuple[DType, ...] | None) -> dict[str, Any]:
+def _borrow_torch(name: str, tensor: Any, takes: Collection[DType] | None) -> dict[str, Any]:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{name}.layout is {tensor.layout}, expected torch.strided")
@@ -417,7 +417,7 @@ def _borrow_torch(name: str, tensor: Any, takes: tuple[DType, ...] | None) -> di
 
 
 def _borrow_numpy(
-    name: str, tensor: npt.NDArray[Any], takes: tuple[DType, ...] | None
+    name: str, tensor: npt.NDArray[Any], takes: Collection[DType] | None
 ) -> dict[str, Any]:
     itemsize = tensor.dtype.itemsize
     if not tensor.dtype.isnative:
@@ -443,15 +443,13 @@ def _borrow_numpy(
 
 _DLPACK_MANAGED = 13  # DLDeviceType kDLCUDAManaged
 
-_DLPACK_DTYPE = {dtype.format.dlpack: dtype for dtype in DType if dtype.format.dlpack}
-
 
 def _borrow_dlpack(
-    name: str, tensor: TensorLike, takes: tuple[DType, ...] | None
+    name: str, tensor: TensorLike, takes: Collection[DType] | None
 ) -> dict[str, Any]:
     owner = dlpack.Exported.of(name, tensor)
     found = owner.found
-    dtype = _DLPACK_DTYPE.get((found.code, found.bits))
+    dtype = OF_DLPACK.get((found.code, found.bits))
     if dtype is None or found.lanes != 1:
         raise UnsupportedError(
             f"{name} is a DLPack tensor of type code {found.code} with {found.bits} bits and "
@@ -489,7 +487,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _dtype_of(name: str, dtype: object, takes: tuple[DType, ...] | None) -> DType:
+def _dtype_of(name: str, dtype: object, takes: Collection[DType] | None) -> DType:
     try:
         return DType.of(dtype, f"{name}.dtype", takes=takes)
     except InvalidArgumentError as error:

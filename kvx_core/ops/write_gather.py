@@ -17,7 +17,7 @@ from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
 from kvx_core.desc.tensors import TensorLike, empty_like_owner
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.formats import ELEMENTS
+from kvx_core.formats import Formats
 from kvx_core.ops.calls import (
     A_CACHE,
     bound_gather,
@@ -33,7 +33,7 @@ from kvx_core.types import DType, Memory
 _USUAL_WRITE = WriteOptions()
 _USUAL_GATHER = GatherOptions()
 # What a gather allocates outputs of.
-_OUTPUTS = tuple(dtype for dtype in ELEMENTS if dtype.format.array_name and dtype is not DType.U8)
+_OUTPUTS = Formats(lambda: (dtype for dtype in DType if dtype.format.rounding))
 _Key = TypeVar("_Key", bound=TensorLike | TensorDesc)
 _Value = TypeVar("_Value", bound=TensorLike | TensorDesc | None)
 

@@ -20,15 +20,18 @@ import numpy.typing as npt
 
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.planes import Plane, role_name
+from kvx_core.formats import Formats
 from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.types import DType, Role
 
 SCALE_KINDS = ("k_scale", "v_scale")
-SCALED = tuple(dtype for dtype in DType if dtype.format.scaled)
-IN_UNITS = tuple(dtype for dtype in DType if dtype.numbers > 1 and not dtype.format.affine)
-FILE_DTYPES = (DType.F16, DType.BF16, DType.F32, *SCALED, DType.U8)  # dtypes of safetensors
-KV_DTYPES = (*FILE_DTYPES, *IN_UNITS)  # dtypes that K, V and planes of a cache may have
-STORED_UNITS = (*IN_UNITS, DType.F4_E2M1)  # bytes in a file; NVFP4 uses F4_E2M1
+SCALED = Formats(lambda: (dtype for dtype in DType if dtype.format.scaled))
+IN_UNITS = Formats(lambda: (d for d in DType if d.numbers > 1 and not d.format.affine))
+# The dtypes of safetensors.
+FILE_DTYPES = Formats(lambda: (DType.F16, DType.BF16, DType.F32, *SCALED, DType.U8))
+# The dtypes that K, V and planes of a cache may have.
+KV_DTYPES = Formats(lambda: (*FILE_DTYPES, *IN_UNITS))
+STORED_UNITS = Formats(lambda: (*IN_UNITS, DType.F4_E2M1))  # bytes in a file; NVFP4 uses F4_E2M1
 GROUP = 16  # numbers of NVFP4 that share one scale, an F8_E4M3
 _MAX_INDEX = 1 << 24  # of a layer or head
 _MAX_ROLE = (1 << 31) - 1

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, Self
 
 from kvx_core.argument_checks import bad_argument, flag, list_of, text
@@ -21,44 +21,54 @@ from kvx_core.types import DType
 VALUES = "values"  # the encoding of numbers; any other name denotes opaque bytes, U8
 Accept = Literal["same", "lossy"]
 
-# Names of number formats. FP8 and S8 with a scale per token and head differ from FP8 and S8 with
-# one scale for all tokens. A format with several numbers in a unit has a scale in each unit.
-_NUMBERS = {
-    dtype.name.lower(): dtype
-    for dtype in DType
-    if dtype.format.rounding or (dtype.numbers > 1 and not dtype.format.affine)
-}
-_SCALED = tuple(name for name, dtype in _NUMBERS.items() if dtype.format.scaled)
 # Only stores hold NVFP4, with a scale beside each group of 16 numbers and no scale of the tensor.
 _NVFP4 = "nvfp4"
-_FORMATS = {
-    **_NUMBERS,
-    **{f"{name}_row": _NUMBERS[name] for name in _SCALED},
-    _NVFP4: DType.F4_E2M1,
-}
 
 
-def _includes(name: str) -> tuple[str, ...]:
-    """Returns the formats whose numbers `name` includes; with scales, `name` alone."""
-    mine = _FORMATS[name].format
-    if mine.scaled or mine.rounding is None:
-        return (name,)
-    others = {other: dtype.format.rounding for other, dtype in _FORMATS.items()}
-    return tuple(other for other, its in others.items() if its and mine.rounding.includes(its))
+@cache
+def _numbers() -> dict[str, DType]:
+    """Names of number formats. Several numbers in a unit have a scale in the unit."""
+    return {
+        dtype.name.lower(): dtype
+        for dtype in DType
+        if dtype.format.rounding or (dtype.numbers > 1 and not dtype.format.affine)
+    }
 
 
-_INCLUDES = {name: _includes(name) for name in _FORMATS}
+@cache
+def _formats() -> dict[str, DType]:
+    """The same, NVFP4, and FP8 and S8 with a scale per token and head, which differ from those with
+    one scale for all tokens.
+    """
+    rows = {f"{name}_row": dtype for name, dtype in _numbers().items() if dtype.format.scaled}
+    return {**_numbers(), **rows, _NVFP4: DType.F4_E2M1}
 
 
-def _digits(dtype: DType) -> int:
+@cache
+def _includes() -> dict[str, tuple[str, ...]]:
+    """The formats whose numbers each format includes; one with scales, only itself."""
+    roundings = {name: dtype.format.rounding for name, dtype in _formats().items()}
+    return {
+        name: (name,)
+        if dtype.format.scaled or dtype.format.rounding is None
+        else tuple(
+            other for other, its in roundings.items() if its and dtype.format.rounding.includes(its)
+        )
+        for name, dtype in _formats().items()
+    }
+
+
+def _digits(name: str) -> int:
     """Returns the approximate number of significant bits."""
+    dtype = _formats().get(name)
+    if dtype is None:  # opaque bytes
+        return 4
     rounding = dtype.format.rounding
     if rounding is None:
         return dtype.itemsize * 8 // dtype.numbers - 1
     return rounding.mantissa + 1
 
 
-_DIGITS = {name: _digits(dtype) for name, dtype in _FORMATS.items()}
 _OPAQUE = re.compile("rows-[0-9a-f]{16}")
 
 
@@ -85,15 +95,15 @@ class Precision:
         vector_scales = flag("vector_scales", vector_scales)
         formats = []
         for given in dtypes:
-            dtype = DType.of(given, takes=_NUMBERS.values())
+            dtype = DType.of(given, takes=_numbers().values())
             name = dtype.name.lower()
-            if name not in _INCLUDES:
-                *names, last = (known.name for known in _NUMBERS.values())
+            if name not in _numbers():
+                *names, last = (known.name for known in _numbers().values())
                 raise InvalidArgumentError(
                     f"dtype is {dtype.name}, expected {', '.join(names)} or {last} for the "
                     "precision of keys and values"
                 )
-            formats.append(f"{name}_row" if vector_scales and name in _SCALED else name)
+            formats.append(f"{name}_row" if vector_scales and dtype.format.scaled else name)
         if opaque is not None:
             formats.append(f"rows-{_digest(text('opaque', opaque))}")
         return cls(_coarsest(formats))
@@ -103,7 +113,7 @@ class Precision:
     def parse(cls, name: str) -> Self:
         """Returns the precision with this `name`. Raises ValueError if no precision has it."""
         formats = tuple(name.split("+"))
-        known = all(word in _INCLUDES or _OPAQUE.fullmatch(word) for word in formats)
+        known = all(word in _formats() or _OPAQUE.fullmatch(word) for word in formats)
         if not known or formats != _coarsest(formats):
             raise ValueError(f"precision is {name[:100]!r}, expected one that KVX has written")
         return cls(formats)
@@ -116,7 +126,7 @@ class Precision:
     @property
     def digits(self) -> int:
         """A number to sort precisions by, if neither includes the other. Larger: more precise."""
-        return min((_DIGITS.get(name, 4) for name in self.formats), default=99)
+        return min(map(_digits, self.formats), default=99)
 
     def meet(self, other: Precision) -> Precision:
         """Returns the precision of values that went through both precisions."""
@@ -130,7 +140,7 @@ class Precision:
 
     def may_become(self, other: Precision) -> bool:
         """True if conversion can give values the precision `other`. Opaque bytes do not convert."""
-        mine, others = ({n for n in p.formats if n not in _INCLUDES} for p in (self, other))
+        mine, others = ({n for n in p.formats if n not in _formats()} for p in (self, other))
         return mine <= others and (bool(mine) or others != set(other.formats))
 
 
@@ -158,7 +168,7 @@ def _digest(text: str) -> str:
 
 
 def _is_included(name: str, within: str) -> bool:
-    return name in _INCLUDES.get(within, (within,))
+    return name in _includes().get(within, (within,))
 
 
 def _coarsest(formats: Iterable[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -15,15 +16,23 @@ from kvx_core.snapshot.precision import NVFP4, VALUES, Precision
 from kvx_core.snapshot.section import Section, lossy_of
 from kvx_core.types import Axis, DType
 
-# The formats that K and V can be stored in: floats, and units that contain their own scales. FP8
-# and S8 get a scale for each token and head, NVFP4 gets one for each group of 16 numbers.
-_NAMES = {
-    dtype: NVFP4.name if dtype.format.grouped else dtype.name.lower()
-    for dtype in DType
-    if dtype.format.grouped
-    or ((dtype.format.rounding or dtype.numbers > 1) and not dtype.format.affine)
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+@functools.cache
+def _names() -> dict[DType, str]:
+    """The formats that K and V can be stored in: floats, and units that contain their own scales.
+    FP8 and S8 get a scale for each token and head, NVFP4 gets one for each group of 16 numbers.
+    """
+    return {
+        dtype: NVFP4.name if dtype.format.grouped else dtype.name.lower()
+        for dtype in DType
+        if dtype.format.grouped
+        or ((dtype.format.rounding or dtype.numbers > 1) and not dtype.format.affine)
+    }
+
+
+@functools.cache
+def _dtypes() -> dict[str, DType]:
+    return {name: dtype for dtype, name in _names().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class StorageFormat:
         if self.dtype is not None and not _is_format(self.dtype):
             raise InvalidArgumentError(
                 f"dtype is {_words(self.dtype)}, expected None or one of "
-                f"{', '.join(f'DType.{dtype.name}' for dtype in _NAMES)}. StorageFormat.of takes "
+                f"{', '.join(f'DType.{dtype.name}' for dtype in _names())}. StorageFormat.of takes "
                 "names"
             )
         if not isinstance(self.coding, str) or self.coding not in ("", *CODINGS):
@@ -67,14 +76,14 @@ class StorageFormat:
             return format or cls()
         if isinstance(format, str) and format in CODINGS:
             return cls(coding=format)
-        if isinstance(format, str) and format in _DTYPES:
-            return cls(_DTYPES[format])
+        if isinstance(format, str) and format in _dtypes():
+            return cls(_dtypes()[format])
         try:
             dtype = DType.of(format)
         except InvalidArgumentError:
             dtype = DType.INVALID
         if not _is_format(dtype):
-            names = ", ".join([*_DTYPES, *CODINGS])
+            names = ", ".join([*_dtypes(), *CODINGS])
             raise InvalidArgumentError(
                 f"format is {_words(format)}, expected None or one of {names}"
             )
@@ -83,7 +92,7 @@ class StorageFormat:
     @property
     def name(self) -> str:
         """The name that `of` takes; "": K and V are stored as the cache has them."""
-        return self.coding if self.dtype is None else _NAMES[self.dtype]
+        return self.coding if self.dtype is None else _names()[self.dtype]
 
     @property
     def precision(self) -> Precision:
@@ -201,7 +210,7 @@ class StorageFormat:
 
 def _is_format(dtype: object) -> bool:
     """True if K and V can be converted to `dtype`. False for plain ints."""
-    return isinstance(dtype, DType) and dtype in _NAMES
+    return isinstance(dtype, DType) and dtype in _names()
 
 
 def _words(given: object) -> str:
@@ -211,8 +220,8 @@ def _words(given: object) -> str:
 
 def _dtype_of(word: str) -> DType:
     """Returns the dtype of one of Precision.formats; INVALID for opaque bytes."""
-    if word in _DTYPES:
-        return _DTYPES[word]
+    if word in _dtypes():
+        return _dtypes()[word]
     return DType.__members__.get(word.removesuffix("_row").upper(), DType.INVALID)
 
 

@@ -46,6 +46,10 @@ CONSTANTS = {
     "KVX_PLANE_INFO_EXACT": abi_plan.EXACT,
     "KVX_PLANE_INFO_JOINED": abi_plan.JOINED,
     "KVX_PLANE_INFO_FINDS_SCALES": abi_plan.FINDS_SCALES,
+    "KVX_FORMAT_ELEMENT": abi.FORMAT_ELEMENT,
+    "KVX_FORMAT_SCALED": abi.FORMAT_SCALED,
+    "KVX_FORMAT_ZEROS": abi.FORMAT_ZEROS,
+    "KVX_FORMAT_GROUPS": abi.FORMAT_GROUPS,
     "KVX_HYBRID_ONE_EACH": abi_hybrid.ONE_EACH,
     "KVX_HYBRID_SINGLE_ROW": abi_hybrid.SINGLE_ROW,
     "KVX_HYBRID_BULK": abi_hybrid.BULK,
@@ -86,7 +90,7 @@ def test_structs_are_those_of_the_headers(tmp_path: Path) -> None:
         tmp_path, f'#include <cstdio>\n#include "kvx/kvx_ext.h"\nint main() {{\n{body}\n}}\n'
     )
     assert found.splitlines() == expected
-    assert len(STRUCTS) == 32
+    assert len(STRUCTS) == 33
 
 
 def test_enums_and_constants_are_those_of_the_headers(tmp_path: Path) -> None:

@@ -154,6 +154,16 @@ OFFSET_IS(kvx_backend_info_t, cpu_isa, 16);
 OFFSET_IS(kvx_backend_info_t, version, 24);
 OFFSET_IS(kvx_backend_info_t, stream_bytes, 32);
 
+SIZE_IS(kvx_format_info_t, 40);
+OFFSET_IS(kvx_format_info_t, flags, 4);
+OFFSET_IS(kvx_format_info_t, name, 8);
+OFFSET_IS(kvx_format_info_t, numbers, 16);
+OFFSET_IS(kvx_format_info_t, bytes, 20);
+OFFSET_IS(kvx_format_info_t, alignment, 24);
+OFFSET_IS(kvx_format_info_t, digits, 28);
+OFFSET_IS(kvx_format_info_t, lowest, 32);
+OFFSET_IS(kvx_format_info_t, largest, 36);
+
 SIZE_IS(kvx_write_options_t, 8);
 
 SIZE_IS(kvx_gather_options_t, 48);
@@ -489,6 +499,34 @@ static void test_backend(void) {
   CHECK(kvx_backend_info(NULL) == KVX_STATUS_INVALID_ARGUMENT);
   info.size = sizeof(info) - 1;
   CHECK(kvx_backend_info(&info) == KVX_STATUS_INVALID_ARGUMENT);
+}
+
+static void test_formats(void) {
+  kvx_format_info_t info;
+  int dtype, elements = 0;
+  ZERO(info);
+  info.size = sizeof(info);
+  for (dtype = KVX_DTYPE_F16; kvx_format_info((kvx_dtype_t)dtype, &info) == KVX_STATUS_OK;
+       ++dtype) {
+    CHECK(info.size == sizeof(info) && info.bytes % info.alignment == 0);
+    elements += info.flags & KVX_FORMAT_ELEMENT;
+  }
+  CHECK(dtype == KVX_DTYPE_S8 + 1 && elements == 24);
+  CHECK(kvx_format_info(KVX_DTYPE_BF16, &info) == KVX_STATUS_OK);
+  CHECK(strcmp(info.name, "BF16") == 0 && info.flags == KVX_FORMAT_ELEMENT);
+  CHECK(info.numbers == 1 && info.bytes == 2 && info.digits == 8 && info.lowest == -133);
+  CHECK(kvx_format_info(KVX_DTYPE_Q8_0, &info) == KVX_STATUS_OK);
+  CHECK(info.numbers == 32 && info.bytes == 34 && info.alignment == 2 && info.digits == 0);
+  CHECK(kvx_format_info(KVX_DTYPE_F8_E4M3, &info) == KVX_STATUS_OK && info.largest == 448);
+  CHECK(info.flags == (KVX_FORMAT_ELEMENT | KVX_FORMAT_SCALED));
+  CHECK(kvx_format_info(KVX_DTYPE_U8_BIAS, &info) == KVX_STATUS_OK);
+  CHECK(info.flags == (KVX_FORMAT_ELEMENT | KVX_FORMAT_ZEROS));
+  CHECK(kvx_format_info(KVX_DTYPE_F4_E2M1, &info) == KVX_STATUS_OK);
+  CHECK(info.flags == (KVX_FORMAT_ELEMENT | KVX_FORMAT_GROUPS));
+  CHECK(kvx_format_info(KVX_DTYPE_INVALID, &info) == KVX_STATUS_INVALID_ARGUMENT);
+  CHECK(kvx_format_info(KVX_DTYPE_F16, NULL) == KVX_STATUS_INVALID_ARGUMENT);
+  info.size = sizeof(info) - 1;
+  CHECK(kvx_format_info(KVX_DTYPE_F16, &info) == KVX_STATUS_INVALID_ARGUMENT);
 }
 
 /* Every byte of both cache tensors and of both outputs, against addresses worked out here. */
@@ -915,6 +953,7 @@ static void test_encodings(void) {
 int main(void) {
   test_version();
   test_backend();
+  test_formats();
   test_round_trips();
   test_migrate();
   test_zeros();

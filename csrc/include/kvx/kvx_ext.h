@@ -8,7 +8,7 @@
 #include "kvx/kvx_blocks.h"     /* KVBM's block layouts and copies */
 #include "kvx/kvx_encode.h"     /* rotations before encoding and after decoding */
 #include "kvx/kvx_error.h"      /* why a call has failed */
-#include "kvx/kvx_host.h"       /* version, build and machine, threads, tokens a device skipped */
+#include "kvx/kvx_host.h"       /* version, build, formats, threads, tokens a device skipped */
 #include "kvx/kvx_hybrid.h"     /* DeepSeek-V4's windows, tails and compressed entries */
 #include "kvx/kvx_layers.h"     /* the new tokens of several layers in one call */
 #include "kvx/kvx_lookup.h"     /* where the tokens of a span lie */

@@ -1,5 +1,5 @@
-/* KVX and its host: the version check, the build and the machine, the threads of large calls, and
- * the tokens that calls on a device have skipped.
+/* KVX and its host: the version check, the build and the machine, the formats, the threads of large
+ * calls, and the tokens that calls on a device have skipped.
  *
  * Before its first call a program checks the library that it has loaded:
  *
@@ -37,6 +37,31 @@ typedef struct kvx_backend_info_t {
 
 /* Fills *info, whose `size` the caller has set. INVALID_ARGUMENT if info is NULL or too small. */
 KVX_API kvx_status_t kvx_backend_info(kvx_backend_info_t *info);
+
+/* ---- Formats ---- */
+
+#define KVX_FORMAT_ELEMENT (1u << 0) /* caches, and tokens on their way, may have it */
+#define KVX_FORMAT_SCALED (1u << 1)  /* a scale may lie beside the data: FP8 and S8. Spec: 6.6 */
+#define KVX_FORMAT_ZEROS (1u << 2)   /* a scale and a zero point lie beside it. Spec: E.14 */
+#define KVX_FORMAT_GROUPS (1u << 3)  /* a scale for each group lies beside it. Spec: E.18 */
+
+/* What an element type is. 40 bytes. */
+typedef struct kvx_format_info_t {
+  uint32_t size;
+  uint32_t flags;     /* KVX_FORMAT_* */
+  const char *name;   /* that of kvx_dtype_t, "F16"; static */
+  uint32_t numbers;   /* along dim in an element, which is a unit. Spec: E.10 */
+  uint32_t bytes;     /* of an element */
+  uint32_t alignment; /* of an element */
+  uint32_t digits;    /* of precision in bits, the leading one included, of a float or of integers
+                         that are such numbers (S8); else 0 */
+  int32_t lowest;     /* 2^lowest is the smallest positive number of these */
+  float largest;      /* finite number of these; else 0 */
+} kvx_format_info_t;
+
+/* Fills *info, whose `size` the caller has set. INVALID_ARGUMENT if info is NULL or too small, or
+ * `dtype` is no kvx_dtype_t or INVALID. */
+KVX_API kvx_status_t kvx_format_info(kvx_dtype_t dtype, kvx_format_info_t *info);
 
 /* ---- Threads ---- */
 

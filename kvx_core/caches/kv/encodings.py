@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvx_core.argument_checks import bad_argument
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.formats import ELEMENTS, no_dtype
+from kvx_core.formats import ELEMENTS, Formats, no_dtype
 from kvx_core.types import DType
 
 
@@ -28,7 +28,7 @@ PRESETS = {
 
 # Formats that write_kv converts to: not bytes without a meaning, and none whose scales and zero
 # points only a migration writes (spec E.14, E.18).
-_WRITTEN = tuple(d for d in ELEMENTS if d is not DType.U8 and not d.format.affine)
+_WRITTEN = Formats(lambda: (d for d in ELEMENTS if d is not DType.U8 and not d.format.affine))
 
 
 def of_preset(preset: object) -> Preset:

@@ -84,7 +84,7 @@ class Half:
         self.has_rows = sizes.head_dim % encoding.numbers != 0  # of units that span heads
         heads = 1 if self.has_rows else sizes.num_heads
         rows = sizes.num_layers, sizes.max_seq_len, heads
-        stored = getattr(torch, encoding.format.array_name or "", None)
+        stored = getattr(torch, encoding.label, None)
         units = sizes.num_heads * sizes.head_dim // (heads * encoding.numbers)
         last = units * encoding.itemsize if stored is None else units
         self._data = _zeros((*rows, last), torch.uint8 if stored is None else stored, placement)
