@@ -197,7 +197,7 @@ prerequisites:
 	       "Fedora:         sudo dnf install gcc-c++ libasan libubsan libtsan" \
 	       "or name one:    make $(MAKECMDGOALS) CXX=/path/to/g++"; \
 	printf '#if !(defined(__clang__) || __GNUC__ >= 12)\n#error too old\n#endif\n' | \
-	  $(CXX) -std=c++17 -x c++ -fsyntax-only - 2>/dev/null || \
+	  $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || \
 	  fail "$$($(CXX) --version | head -n 1) is too old, expected g++ >= 12." \
 	       "Debian, Ubuntu: sudo apt install g++-12, then make $(MAKECMDGOALS) CXX=g++-12"
 

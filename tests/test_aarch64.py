@@ -18,7 +18,7 @@ from tests.native import ROOT, library, run
 
 CC, CXX, EMULATOR = "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-g++", "qemu-aarch64"
 C = (CC, "-std=c11", "-Wall", "-Wextra", "-Werror")
-CPP = (CXX, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror")
+CPP = (CXX, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror")
 FUZZED = ("validate", "write", "gather", "migrate", "hybrid", "attend")
 
 pytestmark = [

@@ -122,7 +122,7 @@ def test_operational_backends(
 def test_batches_of_each_cuda(version: int, last: str | None) -> None:
     """CUDA 12.9 has batches with one more argument than 13. Source: cuda_runtime_api.h of both"""
     folders = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/include", "tests/hostgrid")]
-    compiler = [CXX, "-std=c++17", "-xc++", f"-DCUDART_VERSION={version}", *folders]
+    compiler = [CXX, "-std=c++20", "-xc++", f"-DCUDART_VERSION={version}", *folders]
     source = ROOT / "csrc/cuda/copy_engine.cu"
     run_command([*compiler, "-fsyntax-only", "-Wall", "-Werror", source])
     text = run_command([*compiler, "-E", "-P", source]).split("class Copies", 1)[1]

@@ -92,7 +92,7 @@ def test_a_processor_that_has_less(
         ([CC], tmp_path / "chosen.c", []),
         ([CC], ROOT / "tests/c/conformance.c", []),
         (
-            [CXX, "-std=c++17", f"-I{ROOT / 'csrc'}"],
+            [CXX, "-std=c++20", f"-I{ROOT / 'csrc'}"],
             ROOT / "tests/c/fuzz/fuzz.cc",
             ["0", "1", "0", "2000"],
         ),

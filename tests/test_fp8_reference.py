@@ -33,5 +33,5 @@ def test_codec_agrees_with_nvidias(tmp_path: Path) -> None:
     include = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/include")]
     include += ["-isystem", str(cuda_headers())]
     source = ROOT / "tests/c/fp8_reference.cc"
-    run([CXX, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", *include, source, "-o", program])
+    run([CXX, "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", *include, source, "-o", program])
     assert run([program]) == "0 of 232291980 differ\n"

@@ -13,7 +13,7 @@ from tests.native import ADDRESS, CXX, ROOT, THREAD, run
 
 HOSTGRID = ROOT / "tests/hostgrid"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-fno-omit-frame-pointer", *WARNINGS)
+FLAGS = ("-std=c++20", "-O1", "-g", "-fPIC", "-fno-omit-frame-pointer", *WARNINGS)
 INCLUDE = tuple(f"-I{folder}" for folder in (HOSTGRID, ROOT / "csrc", ROOT / "csrc/include"))
 # Who looks: what kernels are compiled with, what the host grid is, and what it consists of.
 BUILDS = {

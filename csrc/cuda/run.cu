@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <tuple>
 
 #include "cuda/columns.h"
 #include "cuda/copy_engine.h"
@@ -24,39 +25,46 @@ PlanePair without_pointers(PlanePair pair) {
   return pair;
 }
 
-bool is_same(const Plane &a, const Plane &b) {
-  return a.block_stride == b.block_stride && a.token_stride == b.token_stride &&
-         a.head_stride == b.head_stride && a.outer_stride == b.outer_stride &&
-         a.inner_stride == b.inner_stride && a.pack == b.pack && a.dtype == b.dtype;
+// What pairs of one kind have in common: all fields but those in the first line of each. A new
+// field does not compile before it is in one of the lists.
+auto kind(const Plane &plane) {
+  const auto &[base, secondary,  //
+               block, token, head, outer, inner, token_outer, pack, token_pack, dtype] = plane;
+  return std::tie(block, token, head, outer, inner, token_outer, pack, token_pack, dtype);
 }
 
-bool is_same(const Scales &a, const Scales &b) {
-  return a.dtype == b.dtype && a.block_stride == b.block_stride &&
-         a.token_stride == b.token_stride && a.head_stride == b.head_stride;
+auto kind(const Scales &scales) {
+  const auto &[data,  //
+               dtype, block, token, head] = scales;
+  return std::tie(dtype, block, token, head);
 }
 
-bool is_same(const GroupNumbers &a, const GroupNumbers &b) {
-  return a.dtype == b.dtype && a.block_stride == b.block_stride &&
-         a.token_stride == b.token_stride && a.head_stride == b.head_stride &&
-         a.group_stride == b.group_stride && a.quarter == b.quarter;
+auto kind(const GroupNumbers &numbers) {
+  const auto &[data,  //
+               dtype, block, token, head, group, quarter] = numbers;
+  return std::tie(dtype, block, token, head, group, quarter);
 }
 
-bool is_same(const AffineEnd &a, const AffineEnd &b) {
-  return is_same(a.scales, b.scales) && is_same(a.zeros, b.zeros) && a.group == b.group &&
-         a.covers_tokens == b.covers_tokens;
+auto kind(const AffineEnd &end) {
+  const auto &[scales, zeros, group, covers_tokens] = end;
+  return std::tuple_cat(kind(scales), kind(zeros), std::tie(group, covers_tokens));
 }
 
-bool is_same(const AffinePair *a, const AffinePair *b) {
-  if (!a || !b) return a == b;
-  return is_same(a->src, b->src) && is_same(a->dst, b->dst) && a->keeps_units == b->keeps_units &&
-         a->requantizes == b->requantizes && a->block_size == b->block_size;
+auto kind(const AffinePair &pair) {
+  const auto &[src, dst, keeps_units, requantizes, block_size] = pair;
+  return std::tuple_cat(kind(src), kind(dst), std::tie(keeps_units, requantizes, block_size));
 }
 
-bool is_same(const PlanePair &a, const PlanePair &b) {
-  return is_same(a.src, b.src) && is_same(a.dst, b.dst) && is_same(a.src_scales, b.src_scales) &&
-         is_same(a.dst_scales, b.dst_scales) && a.num_heads == b.num_heads &&
-         a.head_dim == b.head_dim && a.hadamard == b.hadamard && a.convert == b.convert &&
-         a.find_scales == b.find_scales && a.lookup / 2 == b.lookup / 2;
+auto kind(const PlanePair &pair) {
+  const auto &[src, dst, src_scales, dst_scales, num_heads, head_dim, lookup, plane, is_v, convert,
+               find_scales, beside, hadamard, affine] = pair;
+  return std::tuple_cat(kind(src), kind(dst), kind(src_scales), kind(dst_scales),
+                        std::tie(num_heads, head_dim, convert, find_scales, hadamard),
+                        std::tuple(lookup / 2));
+}
+
+bool are_of_one_kind(const AffinePair *a, const AffinePair *b) {
+  return a && b ? kind(*a) == kind(*b) : a == b;
 }
 
 kvx_status_t too_large(const char *what, const char *unit) {
@@ -303,8 +311,8 @@ uint32_t next_of_kind(const Plan &plan, uint32_t first, uint32_t from) {
   };
   const AffinePair *const affine = affine_of(plan, plan.pairs[first]);
   while (from < plan.pairs.size() &&
-         !(is_same(plan.pairs[from], plan.pairs[first]) && entries(from) == entries(first) &&
-           is_same(affine_of(plan, plan.pairs[from]), affine))) {
+         !(kind(plan.pairs[from]) == kind(plan.pairs[first]) && entries(from) == entries(first) &&
+           are_of_one_kind(affine_of(plan, plan.pairs[from]), affine))) {
     ++from;
   }
   return from;

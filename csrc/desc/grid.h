@@ -40,9 +40,7 @@ class Grid {
 
   struct Axis {
     int64_t stride, extent;  // bytes; elements
-    bool operator==(const Axis &other) const {
-      return stride == other.stride && extent == other.extent;
-    }
+    bool operator==(const Axis &) const = default;
   };
 
   Grid(const void *data, kvx_dtype_t dtype)

@@ -28,6 +28,7 @@ struct Ints {
                 : static_cast<const volatile int32_t *>(data)[i];
 #endif
   }
+  bool operator==(const Ints &) const = default;
 };
 
 enum class LookupMode : uint8_t { kDense, kSlots, kPacked, kRagged, kKvOffsets, kPointers, kRing };
@@ -75,6 +76,8 @@ struct Lookup {
   Ints indices;  // slots or table entries
   Ints indptr;   // RAGGED
   Ints starts;   // first token of each row; NULL: 0
+
+  bool operator==(const Lookup &) const = default;
 
   // Kernels have a Lookup whose divisions are multiplications (cuda/params.h), so the functions
   // that find a token take any type with these.

@@ -72,6 +72,9 @@ struct PlanePair {
 struct LookupPair {
   Lookup src, dst;
 
+  // Whether both find the same tokens in the same places, under the same names.
+  bool operator==(const LookupPair &) const = default;
+
   // Whether each plane of the span has places of its own.
   KVX_HD bool differs_by_plane() const { return src.planes_per_entry || dst.planes_per_entry; }
 };

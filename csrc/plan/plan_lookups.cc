@@ -27,18 +27,6 @@ void set_table(Lookup *a, const BlockShape &shape, const kvx_block_table_t &tabl
   }
 }
 
-bool are_same(const Ints &a, const Ints &b) { return a.data == b.data && a.wide == b.wide; }
-
-// Whether both find the same tokens in the same places, under the same names.
-bool are_same(const Lookup &a, const Lookup &b) {
-  return a.mode == b.mode && a.tokens_per_entry == b.tokens_per_entry && a.is_own == b.is_own &&
-         a.exact == b.exact && a.holes == b.holes && a.block_size == b.block_size &&
-         a.max_blocks_per_seq == b.max_blocks_per_seq && a.indices_count == b.indices_count &&
-         a.num_blocks == b.num_blocks && a.null_block == b.null_block &&
-         a.invalid_slot == b.invalid_slot && are_same(a.indices, b.indices) &&
-         are_same(a.indptr, b.indptr) && are_same(a.starts, b.starts);
-}
-
 }  // namespace
 
 void set_dense(Lookup *a, uint64_t rows, uint64_t tokens_per_row) {
@@ -136,8 +124,7 @@ uint32_t lookup_of(Plan *plan, const kvx_migrate_desc_t &migrate, const kvx_plan
   lookup.src.holes |= plan->zero_fill;
   const auto last = static_cast<uint32_t>(plan->lookups.size() - 1);
   for (uint32_t i = 0; i < last; ++i) {
-    if (!are_same(plan->lookups[i].src, lookup.src) || !are_same(plan->lookups[i].dst, lookup.dst))
-      continue;
+    if (plan->lookups[i] != lookup) continue;
     plan->lookups.drop_last();
     return i;
   }

@@ -213,7 +213,7 @@ struct Encoder {
     return first;
   }
   auto results_of(int exponent) const {
-    return [=](int mantissa) { return Dst::encode(scaling(bf16(exponent, mantissa))); };
+    return [=, this](int mantissa) { return Dst::encode(scaling(bf16(exponent, mantissa))); };
   }
   static float bf16(int exponent, int mantissa) {
     return Bf16::decode(static_cast<uint16_t>(exponent << 7 | mantissa));
