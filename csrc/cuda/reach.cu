@@ -2,7 +2,6 @@
 
 #include "cuda/reach.h"
 #include "cuda/runtime.h"
-#include "desc/extents.h"
 #include "error.h"
 
 namespace kvx::cuda {

@@ -4,7 +4,7 @@
 
 #include <atomic>
 
-#include "desc/tensor.h"
+#include "extent.h"
 #include "kvx/kvx_abi.h"
 
 namespace kvx::cuda {

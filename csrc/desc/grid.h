@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <array>
 
-#include "desc/extents.h"
+#include "desc/tensor.h"
 #include "kvx/kvx_plane.h"
 
 namespace kvx {

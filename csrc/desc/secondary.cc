@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "desc/extents.h"
 #include "desc/plane.h"
 #include "desc/span.h"
 

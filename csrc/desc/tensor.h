@@ -1,6 +1,7 @@
-// Questions about a tensor descriptor: its axes, its bytes.
+// Questions about a descriptor of a tensor or of scales: its axes, its bytes.
 #pragma once
 
+#include "extent.h"
 #include "formats/format.h"
 
 namespace kvx {
@@ -47,10 +48,7 @@ inline int64_t stride_bytes(const kvx_tensor_desc_t &tensor, int axis) {
   return tensor.stride[axis] * size_of(tensor.dtype);
 }
 
-// The bytes from a tensor's first element to its last.
-struct Extent {
-  const uint8_t *begin, *end;
-};
+// Elements from a tensor's first to its last.
 inline int64_t extent_elements(const kvx_tensor_desc_t &tensor) {
   int64_t last = 0;
   for (uint32_t axis = 0; axis < tensor.ndim; ++axis)
@@ -65,8 +63,20 @@ inline Extent extent_of(const kvx_tensor_desc_t &tensor) {
   return {data, data + extent_bytes(tensor)};
 }
 
-inline bool intersect(const Extent &a, const Extent &b) {
-  return a.begin < b.end && b.begin < a.end;
+inline Extent extent_of(const kvx_scale_desc_t &scales) {
+  int64_t last = 0;
+  if (scales.granularity != KVX_SCALE_PER_TENSOR) {
+    for (uint32_t axis = 0; axis < scales.ndim; ++axis)
+      last += (scales.shape[axis] - 1) * scales.stride[axis];
+  }
+  return extent_at(scales.data, static_cast<uint64_t>((last + 1) * size_of(scales.dtype)));
+}
+
+// Whether no byte of the tensor's extent lies between its elements.
+inline bool is_gapless(const kvx_tensor_desc_t &tensor) {
+  int64_t elements = 1;
+  for (uint32_t axis = 0; axis < tensor.ndim; ++axis) elements *= tensor.shape[axis];
+  return elements * size_of(tensor.dtype) == extent_bytes(tensor);
 }
 
 }  // namespace kvx

@@ -5,6 +5,7 @@
 
 #include "encodings/lossless_block.h"
 #include "error.h"
+#include "extent.h"
 
 namespace kvx::lossless {
 namespace {
@@ -58,12 +59,10 @@ kvx_status_t check_numbers(const void *data, uint64_t numbers, const void *encod
                        static_cast<ull>(numbers));
   }
   KVX_TRY(check_memory("data", data, 2 * numbers));
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  if (begin % 2) {
+  if (reinterpret_cast<uintptr_t>(data) % 2) {
     return KVX_INVALID("data is at %p, expected an address aligned to 2 bytes (spec E.19)", data);
   }
-  const auto other = reinterpret_cast<uintptr_t>(encoded);
-  if (numbers && bytes && begin < other + bytes && other < begin + 2 * numbers) {
+  if (numbers && bytes && intersect(extent_at(data, 2 * numbers), extent_at(encoded, bytes))) {
     return KVX_INVALID(
         "data at %p overlaps encoded at %p, expected memory of its own: pass a copy "
         "(spec E.19)",

@@ -6,6 +6,7 @@
 
 #include "cpu/kernels/kernels.h"
 #include "error.h"
+#include "extent.h"
 #include "formats/units.h"
 
 namespace kvx::turboquant {
@@ -44,10 +45,10 @@ kvx_status_t check_rows(const Rows &of, uint64_t rows, uint64_t alignment, const
 }
 
 kvx_status_t check_apart(const Rows &written, const Rows &other, uint64_t rows) {
-  const auto a = reinterpret_cast<uintptr_t>(written.data),
-             b = reinterpret_cast<uintptr_t>(other.data);
-  if (!rows || a >= b + reach_of(other, rows) || b >= a + reach_of(written, rows))
+  if (!rows || !intersect(extent_at(written.data, reach_of(written, rows)),
+                          extent_at(other.data, reach_of(other, rows)))) {
     return KVX_STATUS_OK;
+  }
   return KVX_INVALID(
       "%s at %p overlaps %s at %p, expected memory of its own: pass a copy (spec E.20)",
       written.name, written.data, other.name, other.data);

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "error.h"
+#include "extent.h"
 #include "plan/walk.h"
 
 namespace kvx {
@@ -85,7 +85,7 @@ uint64_t bytes_of_block(const End &end) {
 
 // ---- Pointers
 
-constexpr size_t kWholeBlock = SIZE_MAX - 1;  // in place of a pair
+constexpr uint32_t kWholeBlock = UINT32_MAX;  // in place of a pair
 
 // The bytes that a call accesses of a block that a table names, whatever its address. Of a block
 // that holds all planes: from the first byte of any to the last of any.
@@ -111,87 +111,36 @@ struct Reach {
   }
 };
 
-// Memory that a call reads or writes: a block of a plane, or an array of indices.
-struct Piece {
-  uintptr_t begin, end;
-  size_t pair;  // the pair of the block
-  bool written;
-  bool anywhere;  // a block that a table names by its address
+void add_array(const Ints &ints, uint64_t count, Accesses *accesses) {
+  if (ints.data && count)
+    accesses->add(extent_at(ints.data, count * (ints.wide ? 8 : 4)), 0, false);
+}
 
-  bool operator<(const Piece &other) const {
-    return std::tie(begin, end, pair, written, anywhere) <
-           std::tie(other.begin, other.end, other.pair, other.written, other.anywhere);
-  }
-  bool operator==(const Piece &other) const { return !(*this < other) && !(other < *this); }
-};
-
-class Pieces {
- public:
-  void add(const Ints &ints, uint64_t count) {
-    if (ints.data && count)
-      add(static_cast<const uint8_t *>(ints.data), count * (ints.wide ? 8 : 4), SIZE_MAX, false,
-          false);
-  }
-
-  // The block of a plane, or of all planes.
-  void add(const Reach &reach, const Plane &plane, Place place, size_t number, bool written) {
-    place.offset = 0;
-    add(address_of(plane, place) + (reach.begin - reach.begin_of(plane)),
-        static_cast<uint64_t>(reach.end - reach.begin), reach.is_whole ? kWholeBlock : number,
-        written, reach.is_anywhere);
-  }
-
-  kvx_status_t check() {
-    std::sort(all_.begin(), all_.end());
-    all_.erase(std::unique(all_.begin(), all_.end()), all_.end());
-    uintptr_t ends[2][2] = {};  // the furthest end so far: [written][anywhere]
-    for (const Piece &piece : all_) {
-      for (const bool written : {false, true}) {
-        for (const bool anywhere : {false, true}) {
-          // Blocks with ids have been compared as tensors.
-          if (piece.begin < ends[written][anywhere] && (piece.written || written) &&
-              (piece.anywhere || anywhere)) {
-            return fail_piece(piece);
-          }
-        }
-      }
-      uintptr_t &furthest = ends[piece.written][piece.anywhere];
-      furthest = std::max(furthest, piece.end);
-    }
-    return KVX_STATUS_OK;
-  }
-
- private:
-  [[gnu::cold]] static kvx_status_t fail_piece(const Piece &piece) {
-    return KVX_INVALID(
-        "the bytes at %p are those of a block that the call writes, and of another block or "
-        "an array of indices; expected them apart (spec E.12)",
-        reinterpret_cast<const void *>(piece.begin));
-  }
-
-  void add(const uint8_t *data, uint64_t bytes, size_t pair, bool written, bool anywhere) {
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const Piece piece{begin, begin + bytes, pair, written, anywhere};
-    if (all_.empty() || !(all_.back() == piece)) all_.push_back(piece);
-  }
-
-  std::vector<Piece> all_;
-};
+// Adds the block of a plane, or of all planes. Blocks with ids have been compared as tensors: they
+// and arrays have one owner.
+void add_block(const Reach &reach, const Plane &plane, Place place, uint32_t pair, bool written,
+               Accesses *accesses) {
+  place.offset = 0;
+  const uint8_t *const begin = address_of(plane, place) + (reach.begin - reach.begin_of(plane));
+  accesses->add({begin, begin + (reach.end - reach.begin)},
+                reach.is_anywhere ? Accesses::kNobody : 0, written,
+                reach.is_whole ? kWholeBlock : pair);
+}
 
 // Checks that blocks with addresses of their own, if they are written, share no memory with
 // anything else that the call accesses.
 [[gnu::noinline]] kvx_status_t check_pointers_apart(const Plan &plan, uint64_t tokens) {
-  Pieces pieces;
+  Accesses accesses;
   for (const LookupPair &lookup : plan.lookups) {
     for (const Lookup *a : {&lookup.src, &lookup.dst}) {
-      pieces.add(a->indices, a->indices_count);
-      pieces.add(a->indptr, uint64_t{a->num_rows} + 1);
-      pieces.add(a->starts, plan.rows.count);
+      add_array(a->indices, a->indices_count, &accesses);
+      add_array(a->indptr, uint64_t{a->num_rows} + 1, &accesses);
+      add_array(a->starts, plan.rows.count, &accesses);
     }
   }
-  pieces.add(plan.rows.lens, plan.rows.count / plan.rows.rows_per_len);
+  add_array(plan.rows.lens, plan.rows.count / plan.rows.rows_per_len, &accesses);
   std::optional<Reach> read, written;  // of whole blocks the same for all pairs
-  for (size_t i = 0; i < plan.pairs.size(); ++i) {
+  for (uint32_t i = 0; i < plan.pairs.size(); ++i) {
     const PlanePair &pair = plan.pairs[i];
     const LookupPair &lookup = plan.lookups[pair.lookup];
     if (!read || !read->is_whole) read.emplace(plan, End{pair, pair.src, lookup.src}, false);
@@ -199,12 +148,17 @@ class Pieces {
       written.emplace(plan, End{pair, pair.dst, lookup.dst}, true);
     walk(plan, pair, 0, tokens, [&](uint64_t, const Place &from, const Place &to, uint64_t) {
       if (to.block < 0 || (from.block < 0 && !plan.zero_fill)) return KVX_STATUS_OK;
-      pieces.add(*written, pair.dst, to, i, true);
-      if (from.block >= 0) pieces.add(*read, pair.src, from, i, false);
+      add_block(*written, pair.dst, to, i, true, &accesses);
+      if (from.block >= 0) add_block(*read, pair.src, from, i, false, &accesses);
       return KVX_STATUS_OK;
     });
   }
-  return pieces.check();
+  const void *const at = accesses.meet();
+  if (!at) return KVX_STATUS_OK;
+  return KVX_INVALID(
+      "the bytes at %p are those of a block that the call writes, and of another block or "
+      "an array of indices; expected them apart (spec E.12)",
+      at);
 }
 
 // ---- Planes with lookups of their own
@@ -216,80 +170,26 @@ uint32_t finder_of(const Plan &plan, const PlanePair &pair) {
   return lookup.src.is_own || lookup.dst.is_own ? pair.lookup + 1 : 0;
 }
 
-// Memory of several finders: no two may overlap if one of them writes.
-class WrittenRanges {
- public:
-  void add(const uint8_t *data, uint64_t bytes, uint32_t finder, bool written) {
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    if (!all_.empty() && all_.back().finder == finder && all_.back().written == written) {
-      if (all_.back().end == begin) return static_cast<void>(all_.back().end += bytes);
-      if (all_.back().begin == begin && all_.back().end == begin + bytes) return;
-    }
-    all_.push_back({begin, begin + bytes, finder, written});
-  }
-
-  // The first address that two share; NULL: none.
-  const void *meet() {
-    std::sort(all_.begin(), all_.end(),
-              [](const Piece &a, const Piece &b) { return a.begin < b.begin; });
-    Furthest any, written;
-    for (const Piece &piece : all_) {
-      if (piece.begin < written.of_others(piece.finder) ||
-          (piece.written && piece.begin < any.of_others(piece.finder))) {
-        return reinterpret_cast<const void *>(piece.begin);
-      }
-      any.add(piece);
-      if (piece.written) written.add(piece);
-    }
-    return nullptr;
-  }
-
- private:
-  struct Piece {
-    uintptr_t begin, end;
-    uint32_t finder;
-    bool written;
-  };
-
-  // The furthest end of the pieces so far, and the furthest of all other finders.
-  struct Furthest {
-    uintptr_t end = 0, next = 0;
-    uint32_t finder = UINT32_MAX;
-
-    uintptr_t of_others(uint32_t one) const { return one == finder ? next : end; }
-    void add(const Piece &piece) {
-      if (piece.finder == finder) {
-        end = std::max(end, piece.end);
-      } else if (piece.end > end) {
-        next = end, end = piece.end, finder = piece.finder;
-      } else {
-        next = std::max(next, piece.end);
-      }
-    }
-  };
-
-  std::vector<Piece> all_;
-};
-
 // Adds a plane from its first byte to its last, in each of its pools.
-void add_plane(const End &end, uint32_t finder, bool written, WrittenRanges *ranges) {
+void add_plane(const End &end, uint32_t finder, bool written, Accesses *accesses) {
   const auto add = [&](const uint8_t *base, uint64_t num_blocks) {
     if (!base || !num_blocks) return;
     const auto last = static_cast<int64_t>(num_blocks - 1) * end.plane.block_stride;
-    ranges->add(base, static_cast<uint64_t>(last) + bytes_of_block(end), finder, written);
+    accesses->add(extent_at(base, static_cast<uint64_t>(last) + bytes_of_block(end)), finder,
+                  written);
   };
   add(end.plane.base, end.lookup.num_blocks);
   add(end.plane.secondary, end.lookup.secondary_blocks);
 }
 
-void add_block(const End &end, Place place, uint32_t finder, bool written, WrittenRanges *ranges) {
+void add_block(const End &end, Place place, uint32_t finder, bool written, Accesses *accesses) {
   place.offset = 0;
-  ranges->add(address_of(end.plane, place), bytes_of_block(end), finder, written);
+  accesses->add(extent_at(address_of(end.plane, place), bytes_of_block(end)), finder, written);
 }
 
 // Adds the elements of `count` tokens.
 void add_elements(const End &end, Place place, uint64_t count, uint32_t finder, bool written,
-                  WrittenRanges *ranges) {
+                  Accesses *accesses) {
   const Plane &plane = end.plane;
   const int64_t num_elements = end.num_elements(), size = size_of(plane.dtype);
   for (; count > 0; --count, ++place.offset) {
@@ -298,11 +198,12 @@ void add_elements(const End &end, Place place, uint64_t count, uint32_t finder, 
       for (int64_t i = 0; i < num_elements; i += plane.pack, at += plane.outer_stride) {
         const int64_t together = std::min<int64_t>(num_elements - i, plane.pack);
         if (plane.inner_stride == size) {
-          ranges->add(at, static_cast<uint64_t>(together * size), finder, written);
+          accesses->add(extent_at(at, static_cast<uint64_t>(together * size)), finder, written);
           continue;
         }
         for (int64_t j = 0; j < together; ++j)
-          ranges->add(at + j * plane.inner_stride, static_cast<uint64_t>(size), finder, written);
+          accesses->add(extent_at(at + j * plane.inner_stride, static_cast<uint64_t>(size)), finder,
+                        written);
       }
     }
   }
@@ -326,20 +227,20 @@ void each_end(const Plan &plan, uint64_t tokens, Add add) {
 // Checks that planes with lookups of their own write no memory that other lookups use. Compares
 // whole planes first; if they overlap, blocks; if these interleave, elements.
 [[gnu::noinline]] kvx_status_t check_finds_apart(const Plan &plan, uint64_t tokens) {
-  WrittenRanges planes;
+  Accesses planes;
   for (const PlanePair &pair : plan.pairs) {
     const LookupPair &lookup = plan.lookups[pair.lookup];
     add_plane({pair, pair.src, lookup.src}, finder_of(plan, pair), false, &planes);
     add_plane({pair, pair.dst, lookup.dst}, finder_of(plan, pair), true, &planes);
   }
   if (!planes.meet()) return KVX_STATUS_OK;
-  WrittenRanges blocks;
+  Accesses blocks;
   each_end(plan, tokens,
            [&](const End &end, const Place &place, uint64_t, uint32_t finder, bool written) {
              add_block(end, place, finder, written, &blocks);
            });
   if (!blocks.meet()) return KVX_STATUS_OK;
-  WrittenRanges elements;
+  Accesses elements;
   each_end(plan, tokens,
            [&](const End &end, const Place &place, uint64_t count, uint32_t finder, bool written) {
              add_elements(end, place, count, finder, written, &elements);
@@ -387,7 +288,7 @@ bool may_meet(const Plan &plan, size_t layer) {
 
 // Checks that a write reads no element that it writes.
 [[gnu::noinline]] kvx_status_t check_inputs_apart(const Plan &plan, uint64_t tokens) {
-  WrittenRanges elements;
+  Accesses elements;
   each_end(plan, tokens,
            [&](const End &end, const Place &place, uint64_t count, uint32_t, bool written) {
              add_elements(end, place, count, written, written, &elements);

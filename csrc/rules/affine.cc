@@ -3,7 +3,6 @@
 #include <initializer_list>
 
 #include "desc/affine.h"
-#include "desc/extents.h"
 #include "desc/plane.h"
 #include "rules/apart_arrays.h"
 #include "rules/apart_units.h"

@@ -1,7 +1,6 @@
 // Index arrays (slots, tables, lengths, starts) share no memory with what the call writes.
 #pragma once
 
-#include "desc/extents.h"
 #include "desc/span.h"
 #include "kvx/kvx_migrate.h"
 #include "rules/path.h"

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "desc/extents.h"
 #include "desc/plane.h"
 #include "desc/secondary.h"
 #include "desc/span.h"

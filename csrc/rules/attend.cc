@@ -65,35 +65,16 @@ kvx_status_t check_scale(const Path &path, const kvx_scale_desc_t *scales,
   return check_scales(path, *scales, cache, half, half_path);
 }
 
-struct Bytes {
-  uintptr_t begin, end;
-};
-Bytes bytes_of(const kvx_tensor_desc_t &tensor) {
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
-  return {begin, begin + static_cast<uintptr_t>(extent_bytes(tensor))};
-}
-Bytes bytes_of(const kvx_scale_desc_t &scales) {
-  int64_t last = 0;
-  for (uint32_t axis = 0; axis < scales.ndim; ++axis)
-    last += (scales.shape[axis] - 1) * scales.stride[axis];
-  const auto begin = reinterpret_cast<uintptr_t>(scales.data);
-  return {begin, begin + static_cast<uintptr_t>((last + 1) * size_of(scales.dtype))};
-}
-
 kvx_status_t check_out_apart(const Path &path, const kvx_cache_desc_t &cache,
                              const kvx_attend_desc_t &attend) {
-  const Bytes out = bytes_of(attend.out);
-  const auto meets = [&](const Bytes &read) {
-    return out.begin < read.end && read.begin < out.end;
-  };
+  const Extent out = extent_of(attend.out);
+  const auto meets = [&](const auto &read) { return intersect(out, extent_of(read)); };
   const char *met = nullptr;
-  if (meets(bytes_of(attend.query))) met = "attend.query";
-  if (meets(bytes_of(cache.k))) met = "cache.k";
-  if (meets(bytes_of(cache.v))) met = "cache.v";
-  if (attend.k_scale && attend.k_scale->data && meets(bytes_of(*attend.k_scale)))
-    met = "attend.k_scale";
-  if (attend.v_scale && attend.v_scale->data && meets(bytes_of(*attend.v_scale)))
-    met = "attend.v_scale";
+  if (meets(attend.query)) met = "attend.query";
+  if (meets(cache.k)) met = "cache.k";
+  if (meets(cache.v)) met = "cache.v";
+  if (attend.k_scale && attend.k_scale->data && meets(*attend.k_scale)) met = "attend.k_scale";
+  if (attend.v_scale && attend.v_scale->data && meets(*attend.v_scale)) met = "attend.v_scale";
   if (!met) return KVX_STATUS_OK;
   return KVX_INVALID(
       "%s.data is %p: it meets memory of %s, which the call reads; expected them "

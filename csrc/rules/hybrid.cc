@@ -96,12 +96,9 @@ kvx_status_t check_arrays(const Path &path, const HybridArrays &arrays) {
   for (int i = 0; i < arrays.count; ++i) {
     const HybridArray &written = arrays.list[i];
     if (!written.is_written || !written.data || !written.bytes) continue;
-    const auto begin = reinterpret_cast<uintptr_t>(written.data);
     for (int j = 0; j < arrays.count; ++j) {
       const HybridArray &other = arrays.list[j];
-      const auto at = reinterpret_cast<uintptr_t>(other.data);
-      if (i == j || !other.data || begin >= at + other.bytes || at >= begin + written.bytes)
-        continue;
+      if (i == j || !other.data || !intersect(written.extent(), other.extent())) continue;
       return KVX_INVALID("%s.%s at %p overlaps %s at %p, expected memory of its own (spec E.22)",
                          KVX_AT(path), written.name, written.data, other.name, other.data);
     }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "extent.h"
 #include "kvx/kvx_hybrid.h"
 
 namespace kvx {
@@ -14,6 +15,8 @@ struct HybridArray {
   uint64_t bytes;
   uint32_t alignment;
   bool is_written, is_optional;
+
+  Extent extent() const { return extent_at(data, bytes); }
 };
 
 struct HybridArrays {

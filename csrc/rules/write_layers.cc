@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "desc/extents.h"
 #include "desc/scale.h"
+#include "desc/tensor.h"
 #include "rules/apart_scales.h"
 #include "rules/cache.h"
 #include "rules/validate.h"
