@@ -6,24 +6,16 @@
 #include "cpu/run.h"
 #include "cpu/speed.h"
 #include "cpu/threads.h"
-#include "desc/memory.h"
-#include "error.h"
-#include "plan/check.h"
-#if KVX_WITH_CUDA
 #include "cuda/copy_engine.h"
 #include "cuda/run.h"
+#include "desc/memory.h"
+#include "error.h"
 #include "hybrid/launch.h"
-#endif
+#include "plan/check.h"
 
 namespace kvx {
 
-bool unified_is_host() {
-#if KVX_WITH_CUDA
-  return !cuda::has_device();
-#else
-  return true;
-#endif
-}
+bool unified_is_host() { return !cuda::has_device(); }
 
 namespace backend {
 
@@ -32,21 +24,18 @@ kvx_status_t place(const NamedTensor *tensors, size_t count, bool *on_device) {
   for (size_t i = 0; i < count; ++i) {
     const auto &[name, tensor] = tensors[i];
     if (is_absent(*tensor)) continue;
-#if KVX_WITH_CUDA
     if (tensor->memory == KVX_MEMORY_DEVICE && !cuda::has_device()) {
+      if (!cuda::is_built()) {
+        return fail(KVX_STATUS_UNSUPPORTED,
+                    "libkvx was built without CUDA; %s.memory is DEVICE. Rebuild with nvcc on PATH "
+                    "(spec 4.3)",
+                    name);
+      }
       return fail(KVX_STATUS_UNSUPPORTED,
                   "%s.memory is DEVICE, but no CUDA device can be used here: %s (spec 4.3)", name,
                   cuda::no_device_because());
     }
     *on_device |= tensor->memory != KVX_MEMORY_HOST && cuda::has_device();
-#else
-    if (tensor->memory == KVX_MEMORY_DEVICE) {
-      return fail(KVX_STATUS_UNSUPPORTED,
-                  "libkvx was built without CUDA; %s.memory is DEVICE. Rebuild with nvcc on PATH "
-                  "(spec 4.3)",
-                  name);
-    }
-#endif
   }
   return KVX_STATUS_OK;
 }
@@ -60,17 +49,13 @@ kvx_status_t place(kvx_memory_type_t memory, const char *name, bool *on_device) 
   return place(&named, 1, on_device);
 }
 
-kvx_status_t check_reachable([[maybe_unused]] const NamedArray *arrays,
-                             [[maybe_unused]] size_t count) {
-#if KVX_WITH_CUDA
+kvx_status_t check_reachable(const NamedArray *arrays, size_t count) {
   cuda::Reach reach(cuda::Peers::kRefused);
   KVX_TRY(reach.begin());
   for (size_t i = 0; i < count; ++i) KVX_TRY(reach.check(arrays[i].name, "", arrays[i].data));
-#endif
-  return KVX_STATUS_OK;  // place() has refused DEVICE memory
+  return KVX_STATUS_OK;
 }
 
-#if KVX_WITH_CUDA
 namespace {
 
 kvx_status_t run_on_device(const Plan &plan, const NamedTensor *tensors, size_t count, void *stream,
@@ -91,50 +76,32 @@ kvx_status_t run_on_device(const Plan &plan, const NamedTensor *tensors, size_t 
 }
 
 }  // namespace
-#endif
 
-kvx_status_t run(const Plan &plan, [[maybe_unused]] const NamedTensor *tensors,
-                 [[maybe_unused]] size_t count, [[maybe_unused]] bool on_device,
-                 [[maybe_unused]] void *stream, [[maybe_unused]] ReachedBy *reached_by) {
-#if KVX_WITH_CUDA
+kvx_status_t run(const Plan &plan, const NamedTensor *tensors, size_t count, bool on_device,
+                 void *stream, ReachedBy *reached_by) {
   if (on_device) return run_on_device(plan, tensors, count, stream, reached_by);
-#endif
   uint64_t tokens;
   KVX_TRY(check_data(plan, &tokens));
   cpu::run(plan, tokens);
   return KVX_STATUS_OK;
 }
 
-kvx_status_t copy_pairs([[maybe_unused]] const void *const *srcs,
-                        [[maybe_unused]] void *const *dsts, [[maybe_unused]] uint64_t bytes,
-                        [[maybe_unused]] uint64_t count, [[maybe_unused]] kvx_memcpy_mode_t mode,
-                        bool *batched, [[maybe_unused]] void *stream) {
+kvx_status_t copy_pairs(const void *const *srcs, void *const *dsts, uint64_t bytes, uint64_t count,
+                        kvx_memcpy_mode_t mode, bool *batched, void *stream) {
   *batched = false;
-#if KVX_WITH_CUDA
   return cuda::copy_pairs(srcs, dsts, bytes, count, mode, batched, stream);
-#else
-  return KVX_STATUS_OK;  // place() has refused DEVICE memory
-#endif
 }
 
-kvx_status_t copy_each_pair([[maybe_unused]] const void *const *srcs,
-                            [[maybe_unused]] void *const *dsts, [[maybe_unused]] uint64_t bytes,
-                            [[maybe_unused]] uint32_t num_pairs, [[maybe_unused]] void *stream) {
-#if KVX_WITH_CUDA
+kvx_status_t copy_each_pair(const void *const *srcs, void *const *dsts, uint64_t bytes,
+                            uint32_t num_pairs, void *stream) {
   return cuda::copy_each_pair(srcs, dsts, bytes, num_pairs, stream);
-#else
-  return KVX_STATUS_OK;  // place() has refused DEVICE memory
-#endif
 }
 
 namespace {
 
 template <class Call, class... Direction>
-kvx_status_t run_anywhere([[maybe_unused]] bool on_device, [[maybe_unused]] void *stream,
-                          const Call &call, Direction... direction) {
-#if KVX_WITH_CUDA
+kvx_status_t run_anywhere(bool on_device, void *stream, const Call &call, Direction... direction) {
   if (on_device) return hybrid::launch(call, direction..., stream);
-#endif
   hybrid::run(call, direction...);
   return KVX_STATUS_OK;
 }
@@ -163,25 +130,12 @@ kvx_status_t run_hybrid(const kvx_hybrid_pages_t &call, hybrid::Direction direct
 
 void attend(const Attention &plan) { cpu::attend(plan); }
 
-bool has_batches() {
-#if KVX_WITH_CUDA
-  return cuda::has_batches();
-#else
-  return false;
-#endif
-}
+bool has_batches() { return cuda::has_batches(); }
 
-bool has_kernels() {
-#if KVX_WITH_CUDA
-  return true;
-#else
-  return false;
-#endif
-}
+bool has_kernels() { return cuda::is_built(); }
 
-void describe(const Plan &plan, uint64_t tokens, [[maybe_unused]] const Route &route,
-              kvx_plan_info_t *info, [[maybe_unused]] kvx_plane_info_t *planes) {
-#if KVX_WITH_CUDA
+void describe(const Plan &plan, uint64_t tokens, const Route &route, kvx_plan_info_t *info,
+              kvx_plane_info_t *planes) {
   if (route.on_device) {
     info->on_device = 1;
     // Where UNIFIED memory lies at the moment is not known, nor is how fast it is copied.
@@ -191,32 +145,23 @@ void describe(const Plan &plan, uint64_t tokens, [[maybe_unused]] const Route &r
     }
     return cuda::describe(plan, info, planes);
   }
-#endif
   info->num_threads = cpu::count_threads(plan, tokens);
   info->copy_bytes_per_second = cpu::copy_speed(info->num_threads > 1);
 }
 
-const char *find_unreadable([[maybe_unused]] const Plan &plan, [[maybe_unused]] bool on_device) {
-#if KVX_WITH_CUDA
-  if (on_device) return cuda::find_in_device_memory(plan);
-#endif
-  return nullptr;
+const char *find_unreadable(const Plan &plan, bool on_device) {
+  return on_device ? cuda::find_in_device_memory(plan) : nullptr;
 }
 
-kvx_status_t report_status([[maybe_unused]] void *stream) {
-#if KVX_WITH_CUDA
-  if (cuda::has_device()) return cuda::report_status(stream);
-#endif
-  return KVX_STATUS_OK;
+kvx_status_t report_status(void *stream) {
+  return cuda::has_device() ? cuda::report_status(stream) : KVX_STATUS_OK;
 }
 
 void fill(kvx_backend_info_t *info) {
   const uint32_t size = info->size;
   *info = {};
   info->size = size;
-#if KVX_WITH_CUDA
-  info->has_cuda = 1;
-#endif
+  info->has_cuda = cuda::is_built();
   info->num_threads = cpu::num_threads();
   info->cpu_isa = cpu::kernels().isa;
   info->version = KVX_VERSION;

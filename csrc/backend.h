@@ -1,5 +1,5 @@
-// Runs plans on the host or, in builds with CUDA, on the device. No other file knows whether there
-// is one.
+// Runs plans on the host or on the device. Where libkvx has no kernels, the files absent.cc of
+// cuda/ and hybrid/ say that there is no device.
 #pragma once
 
 #include <atomic>

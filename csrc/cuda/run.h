@@ -7,6 +7,10 @@
 
 namespace kvx::cuda {
 
+// Whether libkvx was built with kernels. Without them absent.cc is in place of all other files
+// here.
+bool is_built();
+
 // Whether there is a driver and a device; checked once.
 bool has_device();
 

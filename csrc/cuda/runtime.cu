@@ -27,6 +27,8 @@ cudaError_t find_devices() {
 
 }  // namespace
 
+bool is_built() { return true; }
+
 bool has_device() { return find_devices() == cudaSuccess; }
 
 const char *no_device_because() { return cudaGetErrorString(find_devices()); }
