@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvx_core._c import abi, bound
-from kvx_core.argument_checks import bad_argument, integer
+from kvx_core.argument_checks import bad_argument, instance, integer
 from kvx_core.desc.tensors import is_torch, require_resolved, require_whole
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.ops.streams import current_stream
@@ -23,6 +24,7 @@ CODES = ("uint8", "float8_e4m3fn")
 MASKS = ("bool", "uint8")
 POSITIONS = ("int32", "int64")
 _DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
+_LARGEST_F32 = (2 - 2**-23) * 2.0**127
 _are_whole = bound.are_whole()
 
 
@@ -131,6 +133,11 @@ def dtype_name(tensor: Any) -> str:
     return name_of(tensor.dtype)
 
 
+def like(tensor: Any) -> tuple[str]:
+    """The dtypes of a tensor that has the dtype of another."""
+    return (dtype_name(tensor),)
+
+
 @cache
 def name_of(dtype: torch.dtype) -> str:
     """The same, of the dtype."""
@@ -184,3 +191,35 @@ def integer_rows(
                 return list(rows)
     pairs = zip(named.items(), highest, strict=True)
     return [integers(name, numbers, 0, most) for (name, numbers), most in pairs]
+
+
+class Spans(NamedTuple):
+    """Where the tokens of each slot stand in a call: in spans, one after the other, each of one
+    slot, no two of one slot. A span may be empty.
+    """
+
+    of: Tensor  # (tokens,) int32, the span of each token
+    starts: Tensor  # (spans + 1,) int32, the first token of each span; the number of tokens
+
+
+def set_spans(desc: Any, arrays: Arrays, spans: Spans | None, tokens: int) -> None:
+    """Sets the fields of a C struct that say where `tokens` tokens stand; None: nothing says so."""
+    if spans is None:
+        return
+    instance("spans", spans, Spans, "Spans")
+    numbers = extents("spans.starts", spans.starts, 1)[0]
+    if numbers < 2:
+        raise InvalidArgumentError(
+            f"spans.starts.shape[0] is {numbers}, expected at least 2: the first token of each "
+            "span, and the number of tokens (spec E.22)"
+        )
+    desc.num_spans = numbers - 1
+    desc.span_of = arrays.take("spans.of", spans.of, ("int32",), tokens)
+    desc.span_starts = arrays.take("spans.starts", spans.starts, ("int32",), numbers)
+
+
+def check_float32(name: str, number: Any) -> None:
+    """Raises InvalidArgumentError for what is no number that float32 holds."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or abs(number) > _LARGEST_F32:
+        raise bad_argument(name, number, "a number that float32 holds")

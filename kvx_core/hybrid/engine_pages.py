@@ -383,9 +383,16 @@ def _read(pool: PagedCache, slots: Tensor) -> Tensor:
 def _write(pool: PagedCache, values: Tensor, slots: Tensor) -> None:
     per, device = pool.schema.entries_per_block, pool.entries_fp8.device
     blocks, places = ((slots // per).int()[:, None], (slots % per).int())
-    where = None, places.to(device), None, blocks.to(device)
-    entries = pool.entries_fp8, pool.entries_rope, pool.inv_scale
-    ops.flush_write_hca(values.to(device), *where, *entries)
+    ops.flush_write_hca(
+        entry=values.to(device),
+        slots=None,
+        entry_ids=places.to(device),
+        mask=None,
+        block_table=blocks.to(device),
+        entries_fp8=pool.entries_fp8,
+        entries_rope=pool.entries_rope,
+        inv_scale=pool.inv_scale,
+    )
 
 
 def _rows(pages: Tensor, first: int, last: int, size: int) -> Tensor:

@@ -37,15 +37,17 @@ def maybe_flush_csa(handle: LayerCacheHandle, compressor: Compressor, indexer: C
     _compress(handle, compressor, both[0], at, handle.entry)
     _compress(handle, indexer, both[1], at, handle.index_key)
     ops.flush_write_csa(
-        handle.entry,
-        handle.index_key,
-        slots,
-        at.entry_ids,
-        at.valid_mask,
-        view.block_table,
-        *view.entries,
-        keys.keys,
-        keys.scales,
+        entry=handle.entry,
+        index_key=handle.index_key,
+        slots=slots,
+        entry_ids=at.entry_ids,
+        mask=at.valid_mask,
+        block_table=view.block_table,
+        entries_fp8=view.entries_fp8,
+        entries_rope=view.entries_rope,
+        inv_scale=view.inv_scale,
+        indexer_keys=keys.keys,
+        indexer_scales=keys.scales,
         keys=keys.form,
         rounding=keys.rounding,
     )
@@ -65,7 +67,14 @@ def maybe_flush_hca(handle: LayerCacheHandle, compressor: Compressor) -> None:
     slots, at = handle.step.all_slots, _one_flush(handle)
     _compress(handle, compressor, tails, at, handle.entry)
     ops.flush_write_hca(
-        handle.entry, slots, at.entry_ids, at.valid_mask, view.block_table, *view.entries
+        entry=handle.entry,
+        slots=slots,
+        entry_ids=at.entry_ids,
+        mask=at.valid_mask,
+        block_table=view.block_table,
+        entries_fp8=view.entries_fp8,
+        entries_rope=view.entries_rope,
+        inv_scale=view.inv_scale,
     )
     ops.hca_reset_state(slots, at.valid_mask, tails.ka, tails.za, tails.tail_len)
 
@@ -134,15 +143,18 @@ def _compress(
     handle: LayerCacheHandle, weights: Compressor, tails: Tails, flush: Flush, out: Tensor
 ) -> None:
     ops.compress(
-        *tails[:4],
-        weights.ape_a,
-        weights.ape_b,
-        weights.norm_weight,
-        weights.eps,
-        weights.cos_sin,
-        flush.positions,
-        flush.valid_mask,
-        out,
+        ka=tails.ka,
+        za=tails.za,
+        kb=tails.kb,
+        zb=tails.zb,
+        ape_a=weights.ape_a,
+        ape_b=weights.ape_b,
+        norm_weight=weights.norm_weight,
+        eps=weights.eps,
+        cos_sin=weights.cos_sin,
+        positions=flush.positions,
+        mask=flush.valid_mask,
+        out=out,
         row=handle.state.tail_row_width,
     )
 

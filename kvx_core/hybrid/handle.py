@@ -51,11 +51,6 @@ class ClassicalView:
     valid_lens: Tensor  # (R,) int32, complete entries of each slot after the step
     request_slots: Tensor  # (B,) int32
 
-    @property
-    def entries(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """FP8 numbers, RoPE dims and scales: what a flush writes."""
-        return self.entries_fp8, self.entries_rope, self.inv_scale
-
 
 @dataclass(frozen=True, slots=True)
 class IndexerView:
@@ -117,14 +112,14 @@ class LayerCacheHandle:
         state = self.state
         step = self.step
         ops.append_swa(
-            x,
-            step.positions,
-            step.token_slots,
-            state.swa_fp8,
-            state.swa_rope,
-            state.swa_inv,
-            state.swa_pos,
-            state.swa_head,
+            x=x,
+            positions=step.positions,
+            slots=step.token_slots,
+            swa_fp8=state.swa_fp8,
+            swa_rope=state.swa_rope,
+            swa_inv=state.swa_inv,
+            swa_pos=state.swa_pos,
+            swa_head=state.swa_head,
             one_each=step.one_each,
             spans=step.token_spans,
         )

@@ -8,10 +8,12 @@ Spec: E.22
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal
+
+from torch import Tensor
 
 from kvx_core._c import abi_hybrid
-from kvx_core.argument_checks import bad_argument, flag, instance, one_of
+from kvx_core.argument_checks import flag, one_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.hybrid._arrays import (
     CODES,
@@ -19,14 +21,14 @@ from kvx_core.hybrid._arrays import (
     MASKS,
     POSITIONS,
     Arrays,
-    dtype_name,
+    Spans,
+    check_float32,
     dtype_of,
     extents,
+    like,
+    set_spans,
 )
 from kvx_core.hybrid.page_records import read_v4_page, v4_page_bytes, write_v4_page
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "Spans",
@@ -49,17 +51,7 @@ _KEYS = {
     "mxfp4": (abi_hybrid.MXFP4, 2, 32),
     "fp8": (abi_hybrid.FP8, 1, 0),
 }
-_LARGEST_F32 = (2 - 2**-23) * 2.0**127
 _ROUNDING = {"nearest_even": 0, "thresholds": abi_hybrid.THRESHOLDS}
-
-
-class Spans(NamedTuple):
-    """Where the tokens of each slot stand in a call: in spans, one after the other, each of one
-    slot, no two of one slot. A span may be empty.
-    """
-
-    of: Tensor  # (tokens,) int32, the span of each token
-    starts: Tensor  # (spans + 1,) int32, the first token of each span; the number of tokens
 
 
 def append_swa(
@@ -114,8 +106,7 @@ def append_swa(
         pos=arrays.take("swa_pos", swa_pos, ("int32",), num_slots, window),
         head=arrays.take("swa_head", swa_head, ("int32",), num_slots),
     )
-    if spans is not None:
-        _set_spans(desc, arrays, spans, tokens)
+    set_spans(desc, arrays, spans, tokens)
     arrays.call(abi_hybrid.functions().kvx_hybrid_append_swa, desc)
 
 
@@ -142,26 +133,22 @@ def append_tail(
     arrays = Arrays("k", k)
     tokens, row = extents("k", k, 2)
     num_slots, ratio, _ = extents("ka", ka, 3)
-    addresses = {
-        "k": arrays.take("k", k, FLOATS, tokens, row),
-        "z": arrays.take("z", z, _like(k), tokens, row),
-        "slots": arrays.take("slots", slots, ("int32",), tokens),
-        "ka": arrays.take("ka", ka, FLOATS, num_slots, ratio, row),
-        "za": arrays.take("za", za, _like(ka), num_slots, ratio, row),
-        "tail_len": arrays.take("tail_len", tail_len, ("int32",), num_slots),
-    }
     desc = abi_hybrid.kvx_hybrid_tail_t(
         memory=arrays.memory,
         num_tokens=tokens,
         num_slots=num_slots,
         ratio=ratio,
         row=row,
+        k=arrays.take("k", k, FLOATS, tokens, row),
+        z=arrays.take("z", z, like(k), tokens, row),
+        slots=arrays.take("slots", slots, ("int32",), tokens),
+        ka=arrays.take("ka", ka, FLOATS, num_slots, ratio, row),
+        za=arrays.take("za", za, like(ka), num_slots, ratio, row),
+        tail_len=arrays.take("tail_len", tail_len, ("int32",), num_slots),
         dtype=dtype_of(k),
         state=dtype_of(ka),
-        **addresses,
     )
-    if spans is not None:
-        _set_spans(desc, arrays, spans, tokens)
+    set_spans(desc, arrays, spans, tokens)
     arrays.call(abi_hybrid.functions().kvx_hybrid_append_tail, desc)
 
 
@@ -208,19 +195,30 @@ def compress(
             f"out.shape[0] is {rows}, expected at most {num_slots}, the tails of ka; or pass slots "
             "(spec E.22)"
         )
-    width = _row_width(row, dim, kb is not None)
-    shape = num_slots, ratio, width
+    shape = num_slots, ratio, _row_width(row, dim, kb is not None)
     desc = abi_hybrid.kvx_hybrid_compress_t(
         num_slots=num_slots,
         ka=arrays.take("ka", ka, FLOATS, *shape),
-        za=arrays.take("za", za, _like(ka), *shape),
-        kb=arrays.take_if_given("kb", kb, _like(ka), *shape),
-        zb=arrays.take_if_given("zb", zb, _like(ka), *shape),
+        za=arrays.take("za", za, like(ka), *shape),
+        kb=arrays.take_if_given("kb", kb, like(ka), *shape),
+        zb=arrays.take_if_given("zb", zb, like(ka), *shape),
         slots=arrays.take_if_given("slots", slots, ("int32",), rows),
         mask=arrays.take_if_given("mask", mask, MASKS, rows),
         flags=abi_hybrid.SINGLE_ROW if row == "single" else 0,
     )
-    _compress(arrays, desc, ka, ratio, out, ape_a, ape_b, norm_weight, eps, cos_sin, positions)
+    _compress(
+        arrays,
+        desc,
+        state=ka,
+        ratio=ratio,
+        out=out,
+        ape_a=ape_a,
+        ape_b=ape_b,
+        norm_weight=norm_weight,
+        eps=eps,
+        cos_sin=cos_sin,
+        positions=positions,
+    )
 
 
 def compress_bulk(
@@ -264,12 +262,24 @@ def compress_bulk(
     desc = abi_hybrid.kvx_hybrid_compress_t(
         num_slots=rows,
         ka=arrays.take("k", k, FLOATS, tokens, width),
-        za=arrays.take("z", z, _like(k), tokens, width),
-        kb=arrays.take_if_given("kb", kb, _like(k), ratio, width),
-        zb=arrays.take_if_given("zb", zb, _like(k), ratio, width),
+        za=arrays.take("z", z, like(k), tokens, width),
+        kb=arrays.take_if_given("kb", kb, like(k), ratio, width),
+        zb=arrays.take_if_given("zb", zb, like(k), ratio, width),
         flags=flags | (abi_hybrid.SINGLE_ROW if row == "single" else 0),
     )
-    _compress(arrays, desc, k, ratio, out, ape_a, ape_b, norm_weight, eps, cos_sin, positions)
+    _compress(
+        arrays,
+        desc,
+        state=k,
+        ratio=ratio,
+        out=out,
+        ape_a=ape_a,
+        ape_b=ape_b,
+        norm_weight=norm_weight,
+        eps=eps,
+        cos_sin=cos_sin,
+        positions=positions,
+    )
 
 
 def flush_write_csa(
@@ -302,15 +312,19 @@ def flush_write_csa(
     Mutates entries_fp8 to indexer_scales. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
     arrays, desc = _flush(
-        entry, slots, entry_ids, mask, block_table, entries_fp8, entries_rope, inv_scale
+        entry,
+        slots=slots,
+        entry_ids=entry_ids,
+        mask=mask,
+        block_table=block_table,
+        pool=(entries_fp8, entries_rope, inv_scale),
     )
     one_of("keys", keys, *_KEYS)
     desc.flags = _ROUNDING[one_of("rounding", rounding, *_ROUNDING)]
-    _rows, key_dim = extents("index_key", index_key, 2)
+    desc.key_dim = key_dim = extents("index_key", index_key, 2)[1]
     desc.keys, halves, group = _KEYS[keys]
     blocks = desc.num_blocks, desc.entries_per_block
-    desc.key_dim = key_dim
-    desc.index_key = arrays.take("index_key", index_key, _like(entry), desc.num_rows, key_dim)
+    desc.index_key = arrays.take("index_key", index_key, like(entry), desc.num_rows, key_dim)
     desc.key_codes = arrays.take("indexer_keys", indexer_keys, CODES, *blocks, key_dim // halves)
     kinds = ("uint8", "float8_e4m3fn", "float8_e8m0fnu") if group else ("float32",)
     groups = (key_dim // group,) if group else ()
@@ -343,7 +357,12 @@ def flush_write_hca(
     Mutates the last three. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
     arrays, desc = _flush(
-        entry, slots, entry_ids, mask, block_table, entries_fp8, entries_rope, inv_scale
+        entry,
+        slots=slots,
+        entry_ids=entry_ids,
+        mask=mask,
+        block_table=block_table,
+        pool=(entries_fp8, entries_rope, inv_scale),
     )
     arrays.call(abi_hybrid.functions().kvx_hybrid_flush_write, desc)
 
@@ -365,7 +384,7 @@ def csa_rotate_state(
     tail_len: (R,) int32, becomes 0
     Mutates ka to tail_len. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
-    _rotate(slots, mask, ka, za, (kb, zb), tail_len)
+    _rotate(slots, mask, ka=ka, za=za, previous=(kb, zb), tail_len=tail_len)
 
 
 def hca_reset_state(
@@ -375,24 +394,7 @@ def hca_reset_state(
 
     Mutates ka, za and tail_len. Raises InvalidArgumentError, OutOfRangeError. Spec: E.22
     """
-    _rotate(slots, mask, ka, za, None, tail_len)
-
-
-def _set_spans(desc: Any, arrays: Arrays, spans: Spans, tokens: int) -> None:
-    instance("spans", spans, Spans, "Spans")
-    numbers = extents("spans.starts", spans.starts, 1)[0]
-    if numbers < 2:
-        raise InvalidArgumentError(
-            f"spans.starts.shape[0] is {numbers}, expected at least 2: the first token of each "
-            "span, and the number of tokens (spec E.22)"
-        )
-    desc.num_spans = numbers - 1
-    desc.span_of = arrays.take("spans.of", spans.of, ("int32",), tokens)
-    desc.span_starts = arrays.take("spans.starts", spans.starts, ("int32",), numbers)
-
-
-def _like(tensor: Tensor) -> tuple[str]:
-    return (dtype_name(tensor),)
+    _rotate(slots, mask, ka=ka, za=za, previous=None, tail_len=tail_len)
 
 
 def _row_width(row: str, dim: int, overlaps: bool) -> int:
@@ -403,6 +405,7 @@ def _row_width(row: str, dim: int, overlaps: bool) -> int:
 def _compress(
     arrays: Arrays,
     desc: abi_hybrid.kvx_hybrid_compress_t,
+    *,
     state: Tensor,
     ratio: int,
     out: Tensor,
@@ -415,12 +418,10 @@ def _compress(
 ) -> None:
     """Fills in what both ways to compress share, and calls it."""
     rows, dim = out.shape
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or abs(eps) > _LARGEST_F32:
-        raise bad_argument("eps", eps, "a number that float32 holds")
+    check_float32("eps", eps)
     desc.memory, desc.num_rows, desc.ratio, desc.head_dim = arrays.memory, rows, ratio, dim
     desc.eps, desc.state, desc.position_bytes = eps, dtype_of(state), 8
-    desc.out = arrays.take("out", out, FLOATS, rows, dim)
-    desc.out_dtype = dtype_of(out)
+    desc.out, desc.out_dtype = arrays.take("out", out, FLOATS, rows, dim), dtype_of(out)
     desc.ape_a = arrays.take_if_given("ape_a", ape_a, ("float32",), ratio, dim)
     desc.ape_b = arrays.take_if_given("ape_b", ape_b, ("float32",), ratio, dim)
     desc.norm_weight = arrays.take_if_given("norm_weight", norm_weight, ("float32",), dim)
@@ -435,15 +436,15 @@ def _compress(
 
 def _flush(
     entry: Tensor,
+    *,
     slots: Tensor | None,
     entry_ids: Tensor,
     mask: Tensor | None,
     block_table: Tensor,
-    entries_fp8: Tensor,
-    entries_rope: Tensor,
-    inv_scale: Tensor | None,
+    pool: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Arrays, abi_hybrid.kvx_hybrid_flush_t]:
     arrays = Arrays("entry", entry)
+    entries_fp8, entries_rope, inv_scale = pool
     rows = extents("entry", entry, 2)[0]
     blocks, per_block, nope = extents("entries_fp8", entries_fp8, 3)
     rope = extents("entries_rope", entries_rope, 3)[2]
@@ -471,6 +472,7 @@ def _flush(
 def _rotate(
     slots: Tensor,
     mask: Tensor | None,
+    *,
     ka: Tensor,
     za: Tensor,
     previous: tuple[Tensor, Tensor] | None,
@@ -488,11 +490,11 @@ def _rotate(
         slots=arrays.take("slots", slots, ("int32",), rows),
         mask=arrays.take_if_given("mask", mask, MASKS, rows),
         ka=arrays.take("ka", ka, FLOATS, *shape),
-        za=arrays.take("za", za, _like(ka), *shape),
+        za=arrays.take("za", za, like(ka), *shape),
         tail_len=arrays.take("tail_len", tail_len, ("int32",), num_slots),
         state=dtype_of(ka),
     )
     if previous is not None:
-        desc.kb = arrays.take("kb", previous[0], _like(ka), *shape)
-        desc.zb = arrays.take("zb", previous[1], _like(ka), *shape)
+        desc.kb = arrays.take("kb", previous[0], like(ka), *shape)
+        desc.zb = arrays.take("zb", previous[1], like(ka), *shape)
     arrays.call(abi_hybrid.functions().kvx_hybrid_rotate_state, desc)

@@ -62,15 +62,17 @@ def _entries(
     if count:
         start = before - waiting
         ops.compress_bulk(
-            k[:whole],
-            z[:whole],
-            weights.ape_a,
-            weights.ape_b,
-            weights.norm_weight,
-            weights.eps,
-            weights.cos_sin,
-            torch.arange(start, start + whole, ratio, dtype=torch.int32, device=ka.device),
-            out,
+            k=k[:whole],
+            z=z[:whole],
+            ape_a=weights.ape_a,
+            ape_b=weights.ape_b,
+            norm_weight=weights.norm_weight,
+            eps=weights.eps,
+            cos_sin=weights.cos_sin,
+            positions=torch.arange(
+                start, start + whole, ratio, dtype=torch.int32, device=ka.device
+            ),
+            out=out,
             kb=None if kb is None else kb[slot],
             zb=None if zb is None else zb[slot],
             overlap=kb is not None,
@@ -93,18 +95,32 @@ def _write(handle: LayerCacheHandle, slot: int, first: int, made: Sequence[Tenso
     numbers = torch.arange(first, first + len(made[0]), device=made[0].device)
     # A row's table has only the block of its entry.
     blocks = view.block_table[slot][numbers // per_block].unsqueeze(1)
-    where = None, (numbers % per_block).to(torch.int32), None, blocks
+    ids = (numbers % per_block).to(torch.int32)
     if handle.schema.attn_type is AttentionType.CSA:
         keys = handle.read_indexer_view()
         ops.flush_write_csa(
-            made[0],
-            made[1],
-            *where,
-            *view.entries,
-            keys.keys,
-            keys.scales,
+            entry=made[0],
+            index_key=made[1],
+            slots=None,
+            entry_ids=ids,
+            mask=None,
+            block_table=blocks,
+            entries_fp8=view.entries_fp8,
+            entries_rope=view.entries_rope,
+            inv_scale=view.inv_scale,
+            indexer_keys=keys.keys,
+            indexer_scales=keys.scales,
             keys=keys.form,
             rounding=keys.rounding,
         )
     else:
-        ops.flush_write_hca(made[0], *where, *view.entries)
+        ops.flush_write_hca(
+            entry=made[0],
+            slots=None,
+            entry_ids=ids,
+            mask=None,
+            block_table=blocks,
+            entries_fp8=view.entries_fp8,
+            entries_rope=view.entries_rope,
+            inv_scale=view.inv_scale,
+        )

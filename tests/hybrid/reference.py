@@ -181,23 +181,31 @@ def flush_write_hca(
     entry_ids: Tensor,
     mask: Tensor | None,
     block_table: Tensor,
-    *pool: Tensor,
+    entries_fp8: Tensor,
+    entries_rope: Tensor,
+    inv_scale: Tensor | None,
 ) -> None:
-    fp8, rope, inv_scale = pool
-    nope = fp8.shape[2]
-    for row, at in _places(slots, entry_ids, mask, block_table, fp8.shape[1]):
-        write_quantized(fp8, inv_scale, at, entry[row, :nope])
-        rope[at] = entry[row, nope:]
+    per_block, nope = entries_fp8.shape[1:]
+    for row, at in _places(slots, entry_ids, mask, block_table, per_block):
+        write_quantized(entries_fp8, inv_scale, at, entry[row, :nope])
+        entries_rope[at] = entry[row, nope:]
 
 
 def flush_write_csa(
-    entry: Tensor, index_key: Tensor, *rest: Tensor, keys: str, rounding: str
+    *,
+    entry: Tensor,
+    index_key: Tensor,
+    indexer_keys: Tensor,
+    indexer_scales: Tensor,
+    keys: str,
+    rounding: str,
+    **where: Any,
 ) -> None:
-    *where, codes, scales = rest
-    flush_write_hca(entry, *where)
+    flush_write_hca(entry, **where)
     encode = ENCODE[keys, rounding]
-    for row, at in _places(*where[:4], codes.shape[1]):
-        codes[at], scales[at] = encode(index_key[row])
+    rows = where["slots"], where["entry_ids"], where["mask"], where["block_table"]
+    for row, at in _places(*rows, indexer_keys.shape[1]):
+        indexer_keys[at], indexer_scales[at] = encode(index_key[row])
 
 
 def _places(
