@@ -8,8 +8,11 @@
 
 namespace kvx {
 
-// The v1 per-tensor F32 pointer as a descriptor, for when `desc` is empty.
-inline kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const void *per_tensor) {
+// The scales of K or V of a write: a descriptor or, if that is empty, v1's pointer to one F32 as a
+// descriptor. Without data: there are none.
+inline kvx_scale_desc_t scales_of(const kvx_write_desc_t &write, bool is_v) {
+  const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
+  const void *const per_tensor = is_v ? write.v_scale : write.k_scale;
   if (desc.data || !per_tensor) return desc;
   kvx_scale_desc_t scale{};
   scale.size = sizeof scale;
@@ -17,6 +20,12 @@ inline kvx_scale_desc_t scale_or_pointer(const kvx_scale_desc_t &desc, const voi
   scale.granularity = KVX_SCALE_PER_TENSOR;
   scale.data = per_tensor;
   return scale;
+}
+
+// The field that they are in.
+inline const char *name_of_scales(const kvx_write_desc_t &write, bool is_v) {
+  if (is_v) return write.v_scale_desc.data ? "v_scale_desc" : "v_scale";
+  return write.k_scale_desc.data ? "k_scale_desc" : "k_scale";
 }
 
 inline bool has_scales(const kvx_write_desc_t &write) {

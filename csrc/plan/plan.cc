@@ -246,8 +246,7 @@ void add_written_layer(const kvx_cache_desc_t &cache, const kvx_write_desc_t &wr
     const kvx_tensor_desc_t &io = is_v ? write.io.value : write.io.key;
     const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
     if (is_absent(tensor)) break;
-    const kvx_scale_desc_t scale = scale_or_pointer(is_v ? write.v_scale_desc : write.k_scale_desc,
-                                                    is_v ? write.v_scale : write.k_scale);
+    const kvx_scale_desc_t scale = scales_of(write, is_v);
     PlanePair &pair = plan->pairs.add();
     pair.is_v = is_v;
     pair.num_heads = cache.num_kv_heads;

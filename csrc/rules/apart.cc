@@ -39,13 +39,9 @@ kvx_status_t check_found_apart(const Path &path, const kvx_write_desc_t &write, 
 kvx_status_t check_write_scales_apart(const Path &cache_path, const kvx_cache_desc_t &cache,
                                       const Path &path, const kvx_write_desc_t &write,
                                       const Array &slots, bool is_v, bool finds_scales) {
-  const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
-  const void *const pointer = is_v ? write.v_scale : write.k_scale;
-  if (!desc.data && !pointer) return KVX_STATUS_OK;
-  const char *const name =
-      desc.data ? (is_v ? "v_scale_desc" : "k_scale_desc") : (is_v ? "v_scale" : "k_scale");
-  const Path scale{&path, name};
-  const kvx_scale_desc_t scales = scale_or_pointer(desc, pointer);
+  const kvx_scale_desc_t scales = scales_of(write, is_v);
+  if (!scales.data) return KVX_STATUS_OK;
+  const Path scale{&path, name_of_scales(write, is_v)};
   if (finds_scales) KVX_TRY(check_found_apart(path, write, slots, scale, scales, is_v));
   KVX_TRY(check_scales_apart(scale, scales, {&cache_path, "k"}, cache.k));
   return check_scales_apart(scale, scales, {&cache_path, "v"}, cache.v);

@@ -21,16 +21,14 @@ kvx_status_t check_write_scales(const Path &cache_path, const kvx_cache_desc_t &
   const Path tensor_path{&cache_path, is_v ? "v" : "k"};
   const kvx_tensor_desc_t &tensor = is_v ? cache.v : cache.k;
   const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
-  const void *const pointer = is_v ? write.v_scale : write.k_scale;
-  const char *const desc_name = is_v ? "v_scale_desc" : "k_scale_desc";
-  const char *const pointer_name = is_v ? "v_scale" : "k_scale";
-  if (!desc.data) KVX_TRY(check_unused({&path, desc_name}, desc));
-  if (desc.data || pointer) {
-    KVX_TRY(check_scales({&path, desc.data ? desc_name : pointer_name},
-                         scale_or_pointer(desc, pointer), cache, tensor, tensor_path));
+  const Path desc_path{&path, is_v ? "v_scale_desc" : "k_scale_desc"};
+  if (!desc.data) KVX_TRY(check_unused(desc_path, desc));
+  if (desc.data || (is_v ? write.v_scale : write.k_scale)) {
+    KVX_TRY(check_scales({&path, name_of_scales(write, is_v)}, scales_of(write, is_v), cache,
+                         tensor, tensor_path));
   }
   if (!finds_scales) return KVX_STATUS_OK;
-  return check_found_scales({&path, desc_name}, &desc, tensor_path, tensor);
+  return check_found_scales(desc_path, &desc, tensor_path, tensor);
 }
 
 }  // namespace

@@ -62,12 +62,9 @@ kvx_status_t check_scales_apart(const kvx_cache_desc_t *const *caches,
                                 const kvx_write_desc_t *const *writes, uint32_t num_layers,
                                 uint32_t l, bool is_v, const Extents &gapless) {
   const kvx_write_desc_t &write = *writes[l];
-  const kvx_scale_desc_t &desc = is_v ? write.v_scale_desc : write.k_scale_desc;
-  const kvx_scale_desc_t scales = scale_or_pointer(desc, is_v ? write.v_scale : write.k_scale);
+  const kvx_scale_desc_t scales = scales_of(write, is_v);
   if (!scales.data || !gapless.meet(extent_of(scales))) return KVX_STATUS_OK;
-  const char *const desc_name = is_v ? "v_scale_desc" : "k_scale_desc";
-  const char *const pointer_name = is_v ? "v_scale" : "k_scale";
-  const Path path{nullptr, "writes", l}, name{&path, desc.data ? desc_name : pointer_name};
+  const Path path{nullptr, "writes", l}, name{&path, name_of_scales(write, is_v)};
   for (uint32_t m = 0; m < num_layers; ++m) {
     const Path cache{nullptr, "caches", m};
     KVX_TRY(kvx::check_scales_apart(name, scales, {&cache, "k"}, caches[m]->k));
