@@ -125,7 +125,7 @@ class Epochs:
     def shutdown(self) -> None:
         """Ends the threads without waiting for them."""
         if self._workers is not None:
-            self._workers.shutdown(0, drop=True)
+            self._workers.shutdown(0)
 
     def _name(self, stamp: Stamp) -> str | None:
         """Returns the name of the weights of a stamp; None: the name is not known yet."""

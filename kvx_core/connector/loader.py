@@ -154,7 +154,7 @@ class Loader:
     def shutdown(self) -> None:
         """Cancels all loads, and waits at most shutdown_seconds for those that run."""
         self.cancel(tuple(self._waiting))
-        self._workers.shutdown(self._settings.shutdown_seconds, drop=True)
+        self._workers.shutdown(self._settings.shutdown_seconds)
 
     def _load_beside(self, work: _Work) -> None:
         """Runs in a thread."""

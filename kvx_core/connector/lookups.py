@@ -171,7 +171,7 @@ class Lookups:
     def shutdown(self) -> None:
         """Ends the threads without waiting for them."""
         self.forget_all()
-        self._workers.shutdown(0, drop=True)
+        self._workers.shutdown(0)
 
     def _begin(
         self,

@@ -77,22 +77,19 @@ class Workers:
         with self._job_gone:
             return self._job_gone.wait_for(lambda: not self._jobs and not self._running, seconds)
 
-    def shutdown(self, seconds: float | None = None, *, drop: bool = False) -> bool:
+    def shutdown(self, seconds: float | None = None) -> bool:
         """Waits at most `seconds` for all jobs, then drops those that have not begun.
 
-        drop: drops jobs that have not begun at once, before it waits
-        Returns True if all jobs that were not dropped at once have ended.
+        Returns True if all jobs have ended.
         """
         atexit.unregister(self._at_exit)
-        with self._job_gone:
+        with self._job_added:
             self._is_over = True
-            if drop:
-                self._jobs.clear()
             self._job_added.notify_all()
-            self._job_gone.notify_all()
         have_ended = self.wait(seconds)
         with self._job_gone:
             self._jobs.clear()
+            self._job_gone.notify_all()
         return have_ended
 
     def _at_exit(self) -> None:

@@ -18,6 +18,7 @@ from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.stores import PrefixStore
+from kvx_core.stores.blob_store import Write
 from tests.stores.test_prefix_states import (
     PLANES,
     STATE_HEADS,
@@ -147,6 +148,37 @@ def test_all_is_stored_if_its_state_is(tmp_path: Path) -> None:
     worker.compute(50)
     assert not worker.save(32, 45, now=True)  # of which there is no state any more
     assert worker.save(32, 50, now=True)
+
+
+class Asked(InMemory):
+    """Names of the files of chunks that it was told to store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
+        if name.endswith(".safetensors"):
+            self.asked.append(name)
+        return super().put(name, write, durable=durable)
+
+
+def test_only_the_file_that_is_missing_is_written(tmp_path: Path) -> None:
+    """Two layers, a window and the states have files of their own for the tokens of one chunk."""
+    blobs = Asked()
+    worker = Worker(store_of(blobs), tmp_path)
+    worker.compute(20)
+    worker.save(0, 20)
+    stored = list(blobs.asked)
+    assert len(set(stored)) == 2 * 2 + 1
+    for missing in stored:
+        blobs.delete(missing)
+        blobs.asked.clear()
+        other = Worker(store_of(blobs), tmp_path)  # it knows of no file before it asks
+        other.compute(20)
+        other.save(0, 20)
+        assert blobs.asked == [missing]
+        assert not other.log
 
 
 def test_a_lookup_leaves_the_last_token_out(tmp_path: Path) -> None:

@@ -1,16 +1,30 @@
-"""Workers: jobs in threads, their order and age, and how they end."""
+"""Jobs in threads, and who waits for them."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from kvx_core.connector import threads
 from kvx_core.connector.threads import Workers
+
+
+def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(1, "test")
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        workers._at_exit()  # waits for nothing, and ends no thread of the other process
+        with pytest.raises(RuntimeError, match="forked off"):
+            workers.submit(print)
+    done = threading.Event()
+    workers.submit(done.set)
+    assert done.wait(60)
+    assert workers.shutdown(60)
 
 
 def test_jobs_run_in_the_order_of_their_age() -> None:
@@ -80,14 +94,28 @@ def test_whether_a_job_begins_at_once() -> None:
     assert workers.shutdown(60)
 
 
-def test_threads_do_not_go_with_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = Workers(1, "test")
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: 1)
-        workers._at_exit()  # waits for nothing, and ends no thread of the other process
-        with pytest.raises(RuntimeError, match="forked off"):
-            workers.submit(print)
-    done = threading.Event()
-    workers.submit(done.set)
-    assert done.wait(60)
+@pytest.mark.parametrize("end", ["job", "cancel", "shutdown"])
+def test_who_waits_goes_on_as_soon_as_no_job_is_left(end: str) -> None:
+    """Only a thread that runs ends a job; without threads all others are dropped."""
+    workers, go = Workers(1 if end == "job" else 0, "test"), threading.Event()
+    workers.submit(lambda: go.wait(60), key=1)
+    ends: dict[str, Callable[[], object]] = {
+        "job": go.set,
+        "cancel": lambda: workers.cancel(1),
+        "shutdown": lambda: workers.shutdown(0),
+    }
+    soon = threading.Timer(0.1, ends[end])
+    begin = time.monotonic()
+    soon.start()
+    assert workers.wait(60)
+    assert time.monotonic() - begin < 30
+    soon.join()
+
+
+def test_a_shutdown_waits_for_jobs_that_have_not_begun() -> None:
+    workers, done, go = Workers(1, "test"), list[int](), threading.Event()
+    workers.submit(lambda: go.wait(60))
+    workers.submit(lambda: done.append(1))
+    threading.Timer(0.1, go.set).start()
     assert workers.shutdown(60)
+    assert done == [1]

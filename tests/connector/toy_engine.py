@@ -77,7 +77,7 @@ class Engine:
         self.loading: dict[str, Request] = {}
         self.running: list[Request] = []
         self.held: dict[str, Request] = {}  # finished; their blocks are being saved
-        self.num_requests = 0
+        self.num_requests = self.num_steps = 0
 
     def add(self, tokens: Sequence[int], max_tokens: int = 8) -> Request:
         self.num_requests += 1
@@ -107,6 +107,8 @@ class Engine:
             request.max_tokens = 0
 
     def step(self) -> None:
+        self.num_steps += 1
+        assert self.num_steps < 10_000, "a request waits for ever"
         connector = self.connector
         for _ in range(len(self.waiting)):
             self._admit(self.waiting.popleft())
