@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +25,14 @@ TOKENS = [i * 7 % 1009 for i in range(40)]
 class Loading:
     """A Loader of one thread over two engines' caches: a load's block ids say into which."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shutdown_seconds: float = 60) -> None:
         self.blobs = Frozen(path)
         self.store = store_in(self.blobs)
         save(self.store, TOKENS)
         self.match = self.store.lookup(TOKENS)
         assert self.match.num_tokens == len(TOKENS)
         self.engines, self.log, self.counts = [Engine(), Engine(seed=1)], list[str](), Counts()
-        settings = StoreSettings(path=path, loader_threads=1)
+        settings = StoreSettings(path=path, loader_threads=1, shutdown_seconds=shutdown_seconds)
         self.era = 0
         self.loader = Loader(
             {Scope(): self.store},
@@ -123,6 +124,32 @@ def test_a_load_that_is_cancelled_ends_after_its_chunk(loading: Loading) -> None
     assert (load.request_id, first < len(TOKENS)) == ("r", True)
     loading.engines[0].check(TOKENS, 0, first)
     assert loading.log == []  # nobody waits for it: nothing has failed
+
+
+def test_a_shutdown_cancels_all_loads(loading: Loading) -> None:
+    run_until_it_reads(loading)
+    waiting = Load("s", Scope(), loading.match, 0, len(TOKENS), ([1],), wait=False)
+    loading.loader.start(waiting)
+    threading.Timer(0.1, loading.blobs.answers.set).start()
+    loading.loader.shutdown()  # waits for the one that runs, which ends after its chunk
+    results = loading.loader.take_results()
+    assert results.loaded == {"r", "s"}
+    (waited, (load, first)) = results.failed
+    assert waited == (waiting, 0)
+    assert (load.request_id, first < len(TOKENS)) == ("r", True)
+    loading.engines[0].check(TOKENS, 0, first)
+    loading.engines[1].check(TOKENS, 0, 0)
+    assert loading.log == []
+
+
+def test_a_shutdown_waits_no_longer_than_the_settings_say(tmp_path: Path) -> None:
+    loading = Loading(tmp_path, shutdown_seconds=0.1)
+    run_until_it_reads(loading)
+    begin = time.monotonic()
+    loading.loader.shutdown()
+    assert time.monotonic() - begin < 30
+    assert loading.loader.num_loading == 1
+    assert loading.end().loaded == {"r"}
 
 
 def test_nothing_counts_of_a_load_during_which_the_weights_change(loading: Loading) -> None:
