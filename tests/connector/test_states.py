@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvx_core import Section
+from kvx_core import PlaneKind, Section
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader
@@ -163,10 +163,14 @@ class Asked(InMemory):
         return super().put(name, write, durable=durable)
 
 
-def test_only_the_file_that_is_missing_is_written(tmp_path: Path) -> None:
-    """Two layers, a window and the states have files of their own for the tokens of one chunk."""
+@pytest.mark.parametrize("planes", [PLANES, PLANES[2:]])
+def test_only_the_file_that_is_missing_is_written(planes: list[PlaneKind], tmp_path: Path) -> None:
+    """Layers 0 and 3, the window of layer 2, and the states have files of their own.
+
+    planes: states of layers 1 and 3, or of layer 3 alone, whose tokens are in another file
+    """
     blobs = Asked()
-    worker = Worker(store_of(blobs), tmp_path)
+    worker = Worker(store_of(blobs, planes=planes), tmp_path)
     worker.compute(20)
     worker.save(0, 20)
     stored = list(blobs.asked)
@@ -174,7 +178,7 @@ def test_only_the_file_that_is_missing_is_written(tmp_path: Path) -> None:
     for missing in stored:
         blobs.delete(missing)
         blobs.asked.clear()
-        other = Worker(store_of(blobs), tmp_path)  # it knows of no file before it asks
+        other = Worker(store_of(blobs, planes=planes), tmp_path)  # it has to ask for files
         other.compute(20)
         other.save(0, 20)
         assert blobs.asked == [missing]
