@@ -17,6 +17,7 @@ from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.weights import Report, Stamp, Unknown
+from kvx_core.stores import token_chain
 from tests.connector.test_toy_engine import prompt, store_in
 from tests.connector.test_writer import chunks_of
 from tests.connector.toy_engine import Request
@@ -141,6 +142,46 @@ def test_the_last_token_of_a_request_is_never_saved(
     assert one.policy.finished(request, (list(range(20)),), num_computed_tokens)
     (save,) = one.policy.take_plan(is_idle=False).saves
     assert (save.start, save.stop) == (0, stop)
+
+
+def test_the_end_of_a_request_is_saved_with_the_keys_that_are_known(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine waits meanwhile: only what is new is hashed."""
+    one, hashed = asked(), list[int]()
+    real = token_chain.key_of
+
+    def counted(node: str, ids: Any) -> str:
+        hashed.append(len(ids))
+        return real(node, ids)
+
+    request, blocks = Request("r", prompt(100, 21), 30), (list(range(40)),)
+    one.policy.allocated(request, blocks, 0)
+    assert len(one.step(request, 100)) == 1
+    request.all_token_ids += [7] * 20
+    assert [(save.start, save.stop) for save in one.step(request, 119)] == [(96, 112)]
+    with monkeypatch.context() as patch:
+        patch.setattr(token_chain, "key_of", counted)
+        request.all_token_ids += [7] * 2
+        assert one.policy.finished(request, blocks, 121)
+    (save,) = one.policy.take_plan(is_idle=False).saves
+    assert (save.start, save.stop, hashed) == (112, 121, [CHUNK])
+    assert save.node == one.store.nodes(request.all_token_ids)[7]
+
+
+def test_the_end_of_a_request_has_the_keys_of_its_own_salt(asked: Any) -> None:
+    """It was looked up with another one while its blocks were there."""
+    one, tokens = asked(), prompt(40, 22)
+    request, blocks = Request("r", tokens, 8), (list(range(20)),)
+    for salt in "ab":
+        request.salt = salt  # type: ignore[attr-defined]
+        assert one.lookup(request) == 0
+        if salt == "a":
+            one.policy.allocated(request, blocks, 0)
+    request.salt = "a"  # type: ignore[attr-defined]
+    assert one.policy.finished(request, blocks, 39)
+    (save,) = one.policy.take_plan(is_idle=False).saves
+    assert (save.scope.salt, save.node) == ("a", one.store.salted("a").nodes(tokens)[0])
 
 
 def test_files_of_a_load_that_was_not_awaited_are_looked_for_on_the_disk(
