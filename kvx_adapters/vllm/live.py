@@ -61,7 +61,7 @@ def live_span(llm: Any, request_ids: Sequence[str], *, fingerprint: str | None =
     blocks = {one: _blocks(scheduler, one) for one in ids}
     held = replace(
         view,
-        outdated=partial(_outdated, view, scheduler, blocks),
+        outdated=partial(_outdated, scheduler, blocks),
         holds=partial(_held, scheduler, ids),
     )
     return held.at(table)
@@ -71,11 +71,8 @@ def _blocks(scheduler: Any, request_id: str) -> list[int]:
     return list(scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 
 
-def _outdated(view: CacheView, scheduler: Any, blocks: dict[str, list[int]]) -> str | None:
+def _outdated(scheduler: Any, blocks: dict[str, list[int]]) -> str | None:
     """Why requests lie no longer where they did; None if they do."""
-    gone = None if view.outdated is None else view.outdated()
-    if gone is not None:
-        return gone
     for name, then in blocks.items():
         if name not in scheduler.requests:
             return (
