@@ -473,6 +473,44 @@ def test_chunks_of_a_new_store(window: int, expected: int) -> None:
     assert _new_chunk_tokens(window) == expected
 
 
+@pytest.mark.parametrize(
+    ("role", "window", "hybrid", "by_request", "expected"),
+    [
+        ("kv_both", 0, False, True, []),
+        ("kv_both", CHUNK, True, True, []),
+        ("kv_both", CHUNK - 1, False, True, [f"chunk_tokens is {CHUNK}, expected at most the"]),
+        ("kv_producer", 1, True, False, [f"chunk_tokens is {CHUNK}, expected at most the"]),
+        ("kv_consumer", CHUNK - 1, False, False, []),
+        ("kv_consumer", 0, True, False, ["KVX loads nothing: with several KV cache groups"]),
+        ("kv_both", 0, True, False, ["KVX loads nothing: with several KV cache groups"]),
+    ],
+)
+def test_what_an_engine_with_windows_and_groups_is_told(
+    role: str,
+    window: int,
+    hybrid: bool,
+    by_request: bool,
+    expected: list[str],
+    start: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """by_request: vLLM, since 0.30, can be told which request's load has failed."""
+    from kvx_adapters.vllm_plugin import connector
+
+    warned: list[str] = []
+    steps = start(role=role)
+    monkeypatch.setattr(connector.logger, "warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr(connector, "_BY_REQUEST", by_request)
+    half = steps.scheduler.connector._new_scheduler(hybrid, window)
+    half.lookups.shutdown()
+    assert len(warned) == len(expected)
+    assert all(map(str.startswith, warned, expected))
+    assert half.produces == (role != "kv_consumer")
+    assert half.consumes == (role != "kv_producer" and (by_request or not hybrid))
+    assert half.asynchronous == (hybrid or window > 0)
+    assert half.window == window
+
+
 # ---- requests that end early, or start again ----
 
 
