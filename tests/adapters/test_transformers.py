@@ -24,6 +24,7 @@ from kvx_core import (
     describe,
     gather_kv,
     migrate,
+    model_files_digest,
     verify,
     write_kv,
 )
@@ -439,7 +440,8 @@ def load(directory: Path, **changes: Any) -> Any:
 
 def test_a_record_is_of_the_config_as_it_was_loaded(saved: Path) -> None:
     plain = hf.model_record(load(saved), saved)
-    assert plain.overrides == {}
+    assert (plain.files, plain.architecture) == (model_files_digest(saved), "llama")
+    assert (plain.overrides, plain.quantization) == ({}, None)
     assert hf.model_record(load(saved, dtype=torch.bfloat16), saved) == plain
     assert hf.model_record(load(saved, use_cache=False), saved) == plain
     assert hf.model_record(load(saved), saved, files="f").files == "f"
