@@ -164,6 +164,16 @@ def test_nothing_counts_of_a_load_during_which_the_weights_change(loading: Loadi
     assert line.endswith("could not load request r: the model's weights changed while it ran")
 
 
+def test_a_load_that_cannot_be_started_has_failed(loading: Loading) -> None:
+    loading.loader.shutdown()
+    load = loading.start(0)
+    assert loading.loader.num_loading == 0
+    assert loading.loader.take_results() == Results({"r"}, [(load, 0)])
+    loading.engines[0].check(TOKENS, 0, 0)
+    (line,) = loading.log
+    assert line.startswith("KVX could not load request r: the threads have been shut down")
+
+
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_load_that_is_refused_has_failed(wait: bool, loading: Loading) -> None:
     """An engine treats as good what is not reported, and reads blocks that nobody has filled."""
