@@ -164,6 +164,19 @@ def test_nothing_counts_of_a_load_during_which_the_weights_change(loading: Loadi
     assert line.endswith("could not load request r: the model's weights changed while it ran")
 
 
+def test_a_load_that_a_step_waits_for_is_over_when_it_returns(loading: Loading) -> None:
+    """It is reported only if it has failed: the engine waits for no other end of it."""
+    loading.blobs.answers.set()
+    load = Load("r", Scope(), loading.match, 0, len(TOKENS), ([0],), wait=True)
+    assert loading.loader.load(load) is True
+    assert loading.loader.take_results() == Results()
+    loading.engines[0].check(TOKENS, 0, len(TOKENS))
+    for path in loading.blobs.root.rglob("*.safetensors"):
+        path.unlink()
+    assert loading.loader.load(load) is False
+    assert loading.loader.take_results() == Results(set(), [(load, 0)])
+
+
 def test_a_load_that_cannot_be_started_has_failed(loading: Loading) -> None:
     loading.loader.shutdown()
     load = loading.start(0)
