@@ -92,6 +92,15 @@ def test_an_idle_step_waits_only_for_loads_that_run(loading: Loading) -> None:
     assert waits == [2]
 
 
+def test_an_idle_step_goes_on_as_soon_as_a_load_is_over(loading: Loading) -> None:
+    run_until_it_reads(loading)
+    threading.Timer(0.1, loading.blobs.answers.set).start()
+    begin = time.monotonic()
+    loading.loader.wait(60)
+    assert time.monotonic() - begin < 30
+    assert loading.loader.take_results().loaded == {"r"}
+
+
 def test_the_end_of_a_cancelled_load_is_not_that_of_the_next_one(loading: Loading) -> None:
     run_until_it_reads(loading)
     loading.loader.cancel(["r"])
