@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import (
@@ -289,10 +289,10 @@ class CacheView:
         return found
 
 
-# The format of a table or whether there are slots, the head that it begins with, the block that
-# entries of whole blocks are counted from, whether the table has holes, and whether the tokens have
-# other positions than their numbers.
-SpanKind = tuple[BlockTableFormat | bool, int, int, bool, bool]
+# The format of a table, or a word where there is none (a bool would equal a format), the head that
+# it begins with, the block that entries of whole blocks are counted from, whether the table has
+# holes, and whether the tokens have other positions than their numbers.
+SpanKind = tuple[BlockTableFormat | Literal["slots", "dense"], int, int, bool, bool]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -319,7 +319,8 @@ class CacheSpan:
             self._check()
         moves = self.starts is not None or self.first_positions is not None
         if table is None:
-            kind: SpanKind = self.slots is not None, self.head_start, 0, False, moves
+            place: Literal["slots", "dense"] = "dense" if self.slots is None else "slots"
+            kind: SpanKind = place, self.head_start, 0, False, moves
         else:
             flags = table.flags
             format, described = table.format, table.indptr if flags & abi.FLAG_WHOLE else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import random
 import threading
 import timeit
 import weakref
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from kvx_core import (
+    BlockTable,
     CacheDesc,
     CacheFacts,
     CacheView,
@@ -102,6 +105,34 @@ def test_every_call_moves_the_lengths_that_it_is_given(seed: int) -> None:
         src.all += 1
         after = expected(src, dst, lens)
         assert migrate(src.span, dst.span, kind(lens)) == sum(lens) * 4 * ROW_BYTES
+        assert torch.equal(dst.tokens(), after)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_same_two_views_by_tables_and_by_slots(seed: int) -> None:
+    """What is kept for one kind of lookup serves no other, in any order."""
+    src, dst = End("BLOCK_NHD", seed), End("BLOCK_HND", seed + 10)
+
+    def lookups(end: End) -> dict[str, Any]:
+        slots = end.blocks[:4].view(2, 2, 1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
+        named = torch.cat([slots[0].flatten()[:7], slots[1].flatten()[:5]])
+        ragged = BlockTable.ragged(named // BLOCK_SIZE, [0, 7, 12])
+        dense = replace(end.view, dense=True)
+        return {
+            "table": end.span,
+            "slots": end.view.at(slots=named),
+            "ragged": end.view.at(ragged),
+            "ring": end.view.at(BlockTable.ring(end.blocks[:4].view(2, 2))),
+            "dense": dense.at([[int(b) for b in row] for row in end.blocks[:4].view(2, 2)]),
+        }
+
+    pairs = list(itertools.product(lookups(src).values(), lookups(dst).values())) * 2
+    random.Random(seed).shuffle(pairs)
+    for one, other in pairs:
+        src.all += 1
+        after = expected(src, dst, [7, 5])
+        assert migrate(one, other, [7, 5]) == 12 * 4 * ROW_BYTES
         assert torch.equal(dst.tokens(), after)
 
 
