@@ -14,9 +14,10 @@ from typing import Unpack
 
 from kvx_core.argument_checks import flag, integer
 from kvx_core.desc import facts
+from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan, CacheView
-from kvx_core.errors import InvalidArgumentError, UnsupportedError
+from kvx_core.errors import InvalidArgumentError, KvxError, UnsupportedError
 from kvx_core.ops.holds import require_holds
 from kvx_core.ops.migrate import migrate
 from kvx_core.ops.options import MoveKeywords, MoveOptions
@@ -24,6 +25,10 @@ from kvx_core.ops.reorder import describe_destination
 from kvx_core.types import BlockTableFormat
 
 _UNPAGED = 16  # tokens that are copied together if neither end has blocks
+
+_Place = tuple[int, ...]
+_OF_TOKENS = (None, BlockTableFormat.RAGGED)  # no table: slots
+_WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # have separate entries for V
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class LiveMigration:
         "_running",
         "_same_model",
         "_unit",
+        "_written",
     )
 
     def __init__(
@@ -98,6 +104,7 @@ class LiveMigration:
         self._options = options
         self._unit = self._unit_of([("dst", self._dst)])
         self._copied = 0
+        self._written = _WrittenPlaces(self._dst)
         self._running = Copied()
         self._finished = False
         self._is_described = False
@@ -135,7 +142,7 @@ class LiveMigration:
         if most_tokens is not None:
             most = integer("most_tokens", most_tokens, 1)
             last = min(last, self._copied + max(most // self._unit, 1) * self._unit)
-        done = self._move(source, last)
+        done = self._move(source, last, written)
         self._running += done
         return done
 
@@ -148,6 +155,7 @@ class LiveMigration:
         self._require_running()
         kept = integer("written", written)
         self._copied = min(self._copied, kept // self._unit * self._unit)
+        self._written.rewind(self._copied)
 
     def finish(self, src: CacheView | CacheSpan, written: int) -> LiveReport:
         """Copies the rest, while the source pauses: less than a block, if `copy` was called before.
@@ -158,7 +166,7 @@ class LiveMigration:
         """
         begin = perf_counter()
         source, written = self._checked(src, written)
-        done = self._move(source, written)
+        done = self._move(source, written, written)
         self._finished = True
         paused = replace(done, seconds=perf_counter() - begin)
         return LiveReport(num_tokens=written, running=self._running, paused=paused)
@@ -213,14 +221,15 @@ class LiveMigration:
                 )
         return self._block_tokens
 
-    def _move(self, source: CacheSpan, last: int) -> Copied:
-        """Copies the tokens from those that were copied to `last`."""
+    def _move(self, source: CacheSpan, last: int, written: int) -> Copied:
+        """Copies the tokens from those that were copied to `last`, of `written`."""
         if not self._is_described:
             self._describe(source)
         first, count = self._copied, last - self._copied
         if count <= 0:
             return Copied()
         begin = perf_counter()
+        places = self._written.take(source, first, count, written)
         num_bytes = migrate(
             _part(source, first, count),
             _part(self._dst, first, count),
@@ -228,6 +237,7 @@ class LiveMigration:
             same_model=self._same_model,
             **self._options,
         )
+        self._written.add(places)
         self._copied = last
         return Copied(count, num_bytes, 1, perf_counter() - begin)
 
@@ -302,3 +312,82 @@ def _part(span: CacheSpan, first: int, count: int) -> CacheSpan:
     begin = 0 if span.starts is None else int(span.starts.to_numpy()[0])
     table = None if span.block_table is None else span.block_table.of_parts()
     return replace(span, block_table=table, starts=SeqLens.of([begin + first], name="starts"))
+
+
+class _WrittenPlaces:
+    """Places of the first tokens of a sequence in `dst`, so that no later call overwrites them.
+
+    migrate checks the tokens of one call against each other; a live migration has several calls.
+    """
+
+    __slots__ = ("_dst", "_places")
+
+    def __init__(self, dst: CacheSpan) -> None:
+        self._dst = dst
+        self._places: set[_Place] = set()
+
+    def take(self, source: CacheSpan, first: int, count: int, written: int) -> set[_Place]:
+        """The places of tokens from `first` on, after a check that they are no others'.
+
+        written: tokens of the source
+        Raises InvalidArgumentError for a place that an earlier token has, or one of the source.
+        """
+        new = _places(self._dst, first, count)
+        if not new.isdisjoint(self._places):
+            raise InvalidArgumentError(
+                f"dst has tokens {first} to {first + count - 1} where tokens before them are, as "
+                f"its table or slots say: block {min(new & self._places)[2]}, expected a place of "
+                "its own for each token. Reserve other blocks, and begin anew"
+            )
+        if _is_same_pool(source, self._dst):
+            both = _places(source, 0, written) & (self._places | new)
+            if both:
+                raise InvalidArgumentError(
+                    f"block {min(both)[2]} is one of src's tokens 0 to {written - 1} and a "
+                    "destination in the same pool, expected disjoint blocks: the source goes on. "
+                    "Reserve other blocks, and begin anew"
+                )
+        return new
+
+    def add(self, places: set[_Place]) -> None:
+        """Keeps what `take` returned, for tokens that have been written."""
+        self._places |= places
+
+    def rewind(self, kept: int) -> None:
+        """Forgets all but the first `kept` tokens."""
+        self._places = _places(self._dst, 0, kept)
+
+
+def _is_same_pool(src: CacheSpan, dst: CacheSpan) -> bool:
+    here, there = src.view.layers[0].k, dst.view.layers[0].k
+    return (here.memory, here.data) == (there.memory, there.data)
+
+
+def _places(span: CacheSpan, first: int, count: int) -> set[_Place]:
+    """(layer, 1 for V, block, pool) of each block that begins in these tokens, or with the first
+    token of all; with the offset of each token where a block does not hold tokens in a row.
+
+    Nothing of a dense cache, whose tokens lie in one row, nor where the call itself is refused.
+    """
+    table = span.block_table
+    if count <= 0 or (table is None and span.slots is None):
+        return set()
+    format = None if table is None else table.format
+    has_planes = table is not None and table.has_planes
+    lens, part = SeqLens.of([count]), _part(span, first, count)
+    found: set[_Place] = set()
+    for i, layer in enumerate(span.view.layers if has_planes else span.view.layers[:1]):
+        for v in (0, 1) if layer.v is not None and format in _WITH_V else (0,):
+            try:
+                places = find_tokens(part, lens, v=bool(v), layer=i)
+            except KvxError:  # the call itself says what is wrong, of the right end
+                return set()
+            kept = places["block"] >= 0
+            if format not in _OF_TOKENS:
+                begins = places["offset"] == 0
+                begins[0] |= first == 0
+                kept &= begins
+            for block, offset, pool in places[kept].tolist():
+                in_block = (offset,) if format in _OF_TOKENS else ()
+                found.add((i, v, block, pool, *in_block))
+    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -245,6 +246,69 @@ def test_a_source_may_not_change_its_blocks_on_the_way() -> None:
         "src has blocks that make copies of 96 tokens, expected blocks as in the calls before, "
         "which have copied 32 tokens. Call rewind(0) first"
     )
+
+
+def copy_all(moving: LiveMigration, src: CacheSpan, counts: Iterable[int], **most: int) -> None:
+    for count in counts:
+        moving.copy(src, count, **most)
+
+
+def held_by_a(view: CacheView) -> torch.Tensor:
+    """(layers, 2, blocks of A that 60 tokens lie in, ...)."""
+    halves: list[list[Any]] = [[la.k.owner, la.v.owner] for la in view.layers if la.v]
+    return torch.stack([torch.stack([t[A_BLOCKS[:5]] for t in pair]) for pair in halves])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["table", "ragged", "slots"])
+def test_tokens_of_two_calls_have_places_of_their_own(kind: str, seed: int) -> None:
+    """A block that stands twice in the destination's table: within a call, and in two calls."""
+    rng = random.Random(seed)
+    src, dst = source(), target(4)
+    write(src, 0, 24)
+    ids = rng.sample(range(7), 6)
+    again, before = sorted(rng.sample(range(6), 2), reverse=True)
+    wrong = [*ids[:again], ids[before], *ids[again + 1 :]]
+
+    def end(blocks: list[int]) -> CacheSpan:
+        tokens = [block for block in blocks for _ in range(4)]
+        if kind == "ragged":
+            return dst.at(BlockTable.ragged(tokens, [0, 24]))
+        if kind == "slots":
+            return dst.at(slots=[block * 4 + t % 4 for t, block in enumerate(tokens)])
+        return dst.at([blocks])
+
+    moving = LiveMigration(end(wrong))
+    with pytest.raises(InvalidArgumentError, match=r"place of its own|overwrite each other"):
+        copy_all(moving, at_a(src), (12, 24))
+    for i, layer in enumerate(dst.layers):
+        for half, tensor in enumerate((layer.k, layer.v)):
+            assert tensor is not None
+            owner: Any = tensor.owner
+            expected = torch.full_like(owner, OTHERS)
+            for t in range(moving.copied):
+                expected[wrong[t // 4], :, t % 4] = TOKENS[i, half, t]
+            assert torch.equal(owner, expected)
+    right = LiveMigration(end(ids))
+    right.copy(at_a(src), 12)
+    right.rewind(0)
+    right.copy(at_a(src), 13)
+    right.finish(at_a(src), 24)
+    keys: Any = dst.layers[1].k.owner
+    for t in range(24):
+        assert torch.equal(keys[ids[t // 4], :, t % 4], TOKENS[1, 0, t])
+
+
+def test_a_destination_in_the_blocks_of_the_source_is_refused() -> None:
+    """In one pool: blocks that an earlier call has copied, and those that a later one will."""
+    view = source()
+    write(view, 0, 60)
+    before = held_by_a(view)
+    for blocks in ([4, 6, A_BLOCKS[0]], [A_BLOCKS[2], 4, 6]):
+        moving = LiveMigration(view.at([[*blocks, 10, 10]]))
+        with pytest.raises(InvalidArgumentError, match=r"block [57] is .* in the same pool"):
+            copy_all(moving, at_a(view), (12, 24, 36) if blocks[0] == 4 else (36,), most_tokens=12)
+        assert torch.equal(held_by_a(view), before)
 
 
 REFUSED: dict[str, tuple[type[KvxError], Callable[[], object], str]] = {
