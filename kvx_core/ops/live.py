@@ -193,10 +193,11 @@ class LiveMigration:
                     f"{name}.slots has {end.slots.token_count} tokens, expected at least "
                     f"{written}, as written says. " + _ROOM[name]
                 )
-        whole = (
-            source if source.slots is None else replace(source, slots=source.slots.part(0, written))
-        )
-        require_holds("src", whole, [written])
+            # Of a part, slots do not say how many tokens are before it.
+            if end.slots is not None:
+                require_holds(name, replace(end, slots=end.slots.part(0, written)), [written])
+        if source.slots is None:
+            require_holds("src", source, [written])
         self._unit = unit
         return source, written
 

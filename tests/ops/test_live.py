@@ -373,6 +373,15 @@ REFUSED: dict[str, tuple[type[KvxError], Callable[[], object], str]] = {
         "dst.slots has 2 tokens, expected at least 3, as written says. Reserve room for the "
         "sequence as it is at the end of the move",
     ),
+    "tokens of slots": (
+        OutOfRangeError,
+        lambda: LiveMigration(replace(target(), holds=lambda: 20).at(slots=range(30))).copy(
+            at_a(source()), 30
+        ),
+        "dst holds 20 tokens of sequence 0 by its engine's own count, expected at least 30, as "
+        "starts and seq_lens say. A token that was sampled last is not in a cache before the next "
+        "forward pass; a destination is made to hold the tokens first (the adapter's reserve)",
+    ),
     "old slots": (
         InvalidArgumentError,
         lambda: LiveMigration(at_b(target())).finish(source().at(slots=[1, 2]), 3),
