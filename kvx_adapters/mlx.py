@@ -149,7 +149,8 @@ def seq_lens(cache: Sequence[Any], *, first: int | None = None, kept: bool = Fal
     _require_same_tokens(cache)
     layer = cache[0]
     if type(layer).__name__ == "BatchKVCache":
-        return SeqLens.of([layer._idx - int(pad) for pad in layer.left_padding.tolist()])
+        # A row whose padding is longer than what has been computed has no token yet.
+        return SeqLens.of([max(layer._idx - int(pad), 0) for pad in layer.left_padding.tolist()])
     held = positions(layer)
     begin = held.start if first is None else first
     if kept:
@@ -390,6 +391,11 @@ def _parts(layer: Any, name: str) -> _Parts:
 
 def _array(array: Any, name: str, *, dtype: DType | None = None) -> TensorDesc:
     found = describe(array, Layout.BLOCK_HND, dtype=dtype, name=name)
+    if 0 in found.shape:
+        raise InvalidArgumentError(
+            f"{name}.shape is {found.shape}, expected a slot at least: the cache holds no token, "
+            "as a row that was all padding. Leave it out, or run the model once"
+        )
     repeated = [
         axis
         for axis, (extent, step) in enumerate(zip(found.shape, found.stride, strict=True))

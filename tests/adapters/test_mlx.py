@@ -585,6 +585,23 @@ def test_a_batch_has_no_positions() -> None:
         adapter.span([batch], facts(tiny()), first=1)
 
 
+def test_a_row_that_is_still_in_its_padding_holds_nothing() -> None:
+    """mlx-lm computes long prompts in parts: of a short row the first part may be padding alone."""
+    layers = tiny_model.NUM_LAYERS
+    cache: list[Any] = [BatchKVCache([7, 0]) for _ in range(layers)]
+    dst: list[Any] = [run(BatchKVCache([0, 0]), 2) for _ in range(layers)]
+    for layer in cache:
+        layer.update_and_fetch(*(mx.ones((2, HEADS, 3, DIM)) for _ in "kv"))
+    lengths = adapter.seq_lens(cache)
+    assert lengths.to_numpy().tolist() == [0, 3]
+    migrate(adapter.span(cache, facts(tiny())), adapter.span(dst, facts(tiny())), lengths)
+    for layer in dst:
+        held = np.array(layer.keys)[:, 0, :5, 0]
+        assert held.tolist() == [[0, 0, 0, 0, 0], [1, 1, 1, 0, 0]]
+    with pytest.raises(InvalidArgumentError, match=r"keys.shape is .*, expected a slot at least"):
+        adapter.cache_view([layer.extract(0) for layer in cache], facts(tiny()))
+
+
 def test_reserve_wants_an_empty_cache_with_room_for_all_tokens() -> None:
     room = {"batch_size": 1, "num_tokens": 5, "num_kv_heads": HEADS, "head_dim": DIM}
     with pytest.raises(InvalidArgumentError, match=r"cache\[0\] holds 5 tokens, expected none"):
