@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvx_core._c import abi
 from kvx_core.argument_checks import coerce_fields, int64s, integer, is_a, or_none, text
 from kvx_core.desc.facts import CacheFacts
-from kvx_core.desc.find_tokens import find_tokens
+from kvx_core.desc.find_tokens import find_tokens, null_blocks
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.tables import BlockTable, SeqLens
 from kvx_core.desc.tensors import Borrowed, is_torch, read_array
@@ -229,6 +229,37 @@ class Section:
 
         Raises OutOfRangeError as `has_null`.
         """
+        for places in self._places(start, stop):
+            yield places["block"] < 0
+
+    def check_apart(self, start: int, stop: int) -> None:
+        """Checks that tokens `start` to `stop` overwrite no other of them: for copies of parts.
+
+        A copy checks its own tokens alone.
+        Raises InvalidArgumentError, OutOfRangeError as `has_null`.
+        """
+        if self.block_table is None or start >= stop:
+            return
+        blocks = None if self.view.planes else row_on_host(self.block_table)
+        if blocks is not None:  # unless a block stands twice, no two tokens have one place
+            self.check_reach(stop)
+            size = self.view.layers[0].block_size
+            blocks = blocks[start // size : -(-stop // size)]
+            blocks = blocks[~null_blocks(self.view, blocks)]
+            if len(np.unique(blocks)) == len(blocks):
+                return
+        for places in self._places(start, stop):
+            stored = places[places["block"] >= 0]
+            found, counts = np.unique(stored, return_counts=True)
+            if len(found) < len(stored):
+                block = int(found["block"][counts > 1][0])
+                raise InvalidArgumentError(
+                    f"section.block_table names block {block} for two of the tokens {start} to "
+                    f"{stop - 1}, which would overwrite each other; expected a block for each"
+                )
+
+    def _places(self, start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
+        """Yields what find_tokens finds of the tokens, for each tensor that may differ."""
         self.check_reach(stop)
         table = None if self.block_table is None else self.block_table.of_parts()
         planes = tuple(plane.of_parts() for plane in self.view.planes)
@@ -237,15 +268,15 @@ class Section:
         pointers = table is not None and table.has_planes
         apart = table is not None and table.format in _WITH_V  # else V has the blocks of K
         for layer, cache in enumerate(view.layers if pointers else view.layers[:1]):
-            yield find_tokens(span, lens, layer=layer)["block"] < 0
+            yield find_tokens(span, lens, layer=layer)
             if apart and cache.v is not None:
-                yield find_tokens(span, lens, v=True, layer=layer)["block"] < 0
+                yield find_tokens(span, lens, v=True, layer=layer)
         seen = set()
         for i, plane in enumerate(planes):
             key = plane.tokens_per_entry, id(plane.block_table), id(plane.slots)
             if key not in seen:
                 seen.add(key)
-                yield find_tokens(span, lens, plane=i)["block"] < 0
+                yield find_tokens(span, lens, plane=i)
 
     def _check_rows(self) -> None:
         table = self.block_table

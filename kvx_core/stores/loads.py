@@ -281,6 +281,8 @@ class _Load:
 
     def run(self, spans: Sequence[StoredSpan]) -> None:
         self._raise_if_cancelled()
+        for section in self.sections:  # spans are copied one after another
+            section.check_apart(self.start, self.stop)
         self._nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
         if not any(null.may_be_any for null in self._nulls):
             self._takes = (True,) * len(self._nulls)

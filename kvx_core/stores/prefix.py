@@ -268,8 +268,8 @@ class PrefixStore:
         first, then finer ones, then coarser ones. If the model has states, the prefix is the
         longest that has states too. Corrupt files do not count and are deleted, also those behind
         the first one. Files that cannot be read now, or are not signed with the store's key, do not
-        count. Marks lead to entries that begin like the rest of the prompt: if very many of them
-        differ late, a lookup may miss an eighth of a chunk. Reads no keys or values.
+        count. Marks lead to entries that begin like the rest of the prompt: of those that part in
+        the same eighth of a chunk a lookup may miss up to an eighth. Reads no keys or values.
         Raises InvalidArgumentError if `tokens` are not integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))

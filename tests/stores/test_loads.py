@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvx_core import InvalidArgumentError, PrefixStore, StoreError
+from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section, StoreError
 from kvx_core.snapshot import CorruptError, Room
 from kvx_core.stores import rooms
 from kvx_core.stores.loads import Progress
@@ -23,6 +23,7 @@ from tests.stores.test_prefix import (
     HEADS,
     LAYERS,
     Engine,
+    assert_same_bytes,
     damage,
     ranks,
     save,
@@ -137,6 +138,41 @@ def test_a_cache_that_cannot_take_them(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="head_dim"):
         store.load(match, 0, LENGTH, Engine(seed=1, dim=16).sections())
     engine.check(PROMPTS[2], 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["packed", "ragged"])
+@pytest.mark.parametrize(
+    ("first", "again"), [(0, 1), (2, 5), (3, 4), (1, 16), (8, 16), (15, 16)], ids=str
+)
+def test_a_block_twice_in_the_table(first: int, again: int, kind: str, tmp_path: Path) -> None:
+    """For tokens of one file, of two files that are copied together, and of two that are not."""
+    store = warm(tmp_path)
+    match = store.lookup(PROMPTS[2])
+
+    def wrong() -> Engine:
+        engine = Engine(seed=1)
+        engine.blocks[again] = engine.blocks[first]
+        return engine
+
+    def sections(engine: Engine) -> list[Section]:
+        found = engine.sections(2)
+        if kind == "packed":
+            return found
+        ids = [block for block in engine.blocks for _ in range(engine.block_size)]
+        ragged = BlockTable.ragged(ids, [0, len(ids)])
+        return [replace(section, block_table=ragged) for section in found]
+
+    engine = wrong()
+    begin, end = first * engine.block_size, again * engine.block_size
+    for start, stop in [(0, LENGTH), (begin + 2, end + 3)]:
+        with pytest.raises(InvalidArgumentError, match=r"names block \d+ for two of the tokens"):
+            store.load(match, start, stop, sections(engine))
+    assert_same_bytes(engine.cache, Engine(seed=1).cache)
+    # Up to the second place, and other tokens of the block.
+    for start, stop in [(0, end), (begin + 2, end + 2)]:
+        engine = wrong()
+        store.load(match, start, stop, sections(engine))
+        assert_same_bytes(engine.cache, wrong().compute(PROMPTS[2], start, stop).cache)
 
 
 def test_heads_whose_first_blocks_are_null(tmp_path: Path) -> None:
