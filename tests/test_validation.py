@@ -1058,8 +1058,7 @@ def test_every_sentence_has_a_rule() -> None:
         # It takes a build with CUDA on a machine without a device.
         "%s.memory is DEVICE, but no CUDA device can be used here: %s (spec 4.3)",
         # Devices say it, see `device:` in validation_rules.txt.
-        "%s has %llu entries (token_count), expected as many as seq_lens add up to, which is "
-        "more (spec E.3)",
+        "%s has %llu entries (token_count), expected as many as seq_lens add up to (spec E.3)",
         "abi_major.abi_minor is %u.%u, expected %d.0 to %d.%d as this libkvx has it: compile "
         "against its headers, or load the libkvx of yours (spec 3)",  # tests/c/conformance.c
         # tests/test_planes.py: only devices say it.

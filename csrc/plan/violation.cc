@@ -113,10 +113,9 @@ kvx_status_t fail_with(const Violation &f, const FieldNames &names) {
                          static_cast<ull>(f.index), static_cast<ll>(f.value),
                          static_cast<ull>(f.limit));
     case Fault::kSlotCount:
-      if (f.count == 0) {  // kernels do not compute it
+      if (f.count == 0) {  // or not known: kernels do not compute it
         return KVX_INVALID(
-            "%s has %llu entries (token_count), expected as many as seq_lens add up to, which is "
-            "more (spec E.3)",
+            "%s has %llu entries (token_count), expected as many as seq_lens add up to (spec E.3)",
             table, static_cast<ull>(f.limit));
       }
       return KVX_INVALID(
