@@ -24,7 +24,10 @@ REASON = "csrc is as it was when this passed (tests/csrc_passed.txt); --csrc run
 # What their results depend on: sources, how they are built, and the tests that they run again.
 DECIDES = (
     *("csrc/**/*", "CMakeLists.txt", "tests/c/**/*", "tests/hostgrid/**/*", "tests/sass/**/*"),
-    *(f"tests/{name}.py" for name in ("calls", "caches", "native", "plans", "reference")),
+    *(
+        f"tests/{name}.py"
+        for name in ("calls", "caches", "migrations", "native", "plans", "reference", "token_calls")
+    ),
     "tests/validation_rules.txt",
     *(
         f"tests/test_{name}.py"

@@ -83,7 +83,7 @@ def test_a_model_goes_on_with_what_a_paged_cache_has_kept(device: str, tmp_path:
     """DynamicCache -> paged -> file -> DynamicCache; the same tokens as without the detour."""
     transformers = pytest.importorskip("transformers")
     from kvx_adapters import transformers as hf
-    from tests.adapters.test_transformers import make_model
+    from tests.adapters.transformers_model import make_model
 
     model = make_model(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
     model = model.to(device)
@@ -366,7 +366,7 @@ def test_a_store_in_formats_holds_what_the_cpu_holds(device: str, encoding: str)
 def test_a_packed_model_says_the_same(device: str) -> None:
     pytest.importorskip("transformers")
     from kvx_adapters import transformers as hf
-    from tests.adapters.test_transformers import make_model
+    from tests.adapters.transformers_model import make_model
 
     model = make_model(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
     model = model.to(device)

@@ -20,9 +20,9 @@ from kvx_core.types import Layout, Memory
 from tests import tables
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes, canonical
 from tests.calls import Backend
+from tests.migrations import check_migrate
 from tests.reference import Dense, Packed, Slots
-from tests.test_migrate import check_migrate
-from tests.test_write_gather import check_gather, check_write, key_value
+from tests.token_calls import check_gather, check_write, key_value
 
 FLAGS = {"plain": 0, "background": abi.FLAG_BACKGROUND, "copy_engine": abi.FLAG_COPY_ENGINE}
 USUAL = Geometry(num_blocks=13, block_size=16, num_kv_heads=2, head_dim=32)

@@ -14,8 +14,8 @@ from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedEr
 from tests import tables
 from tests.caches import LAYOUTS, Geometry, assert_same_bytes
 from tests.calls import HOSTGRID, Backend
+from tests.migrations import check_migrate
 from tests.reference import Packed, Ragged, Slots
-from tests.test_migrate import check_migrate
 
 LONG = Geometry(num_blocks=24, block_size=4)
 WIDE = Geometry(num_blocks=300, block_size=4, num_kv_heads=1)

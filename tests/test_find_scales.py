@@ -27,24 +27,14 @@ from tests.caches import (
     scaled,
 )
 from tests.calls import Backend
+from tests.found_scales import E4M3, E5M2, LARGEST, find_scales
 from tests.reference import End, Half, Layer, Place
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 HEAD_DIMS = (1, 7, 8, 20, 64, 72, 80, 96, 128, 192, 256, 264, 576)
 
 
 # --- the definition ---------------------------------------------------------------------------
-
-
-def find_scales(value: Tensor, fp8: torch.dtype, scale_dtype: torch.dtype) -> Tensor:
-    """The scale of every row of `value` [.., head_dim], float32, as `scale_dtype` holds it."""
-    magnitude = value.abs()
-    magnitude[magnitude.isnan()] = 0
-    exact = magnitude.amax(-1) / torch.tensor(LARGEST[fp8])
-    scale = reference.decode(reference.encode(exact, scale_dtype))
-    return torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
 
 
 def put(half: Half, place: Place, value: Tensor | None, head: int, count: int) -> None:

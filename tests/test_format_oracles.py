@@ -14,10 +14,10 @@ import torch
 
 from kvx_core import DType, migrate
 from tests import affine, fp4
+from tests.affine_values import from_dense
 from tests.calls import CPU
-from tests.test_affine import from_dense
-from tests.test_formats import one_vector, values
-from tests.test_turboquant_formats import decode, encode
+from tests.format_moves import one_vector, values
+from tests.turboquant_moves import decode, encode
 
 FLOATS = [d for d in DType if d.format.rounding and d is not DType.S8]
 NUMBERS = [d for d in DType if d.format.rounding or d.numbers > 1 or d.format.affine]

@@ -34,9 +34,9 @@ from kvx_core import (
     write_kv,
 )
 from tests.affine import mlx, openvino_k
+from tests.affine_values import plain, values
 from tests.calls import Backend
 from tests.fp4 import Fp4, decode, encode, page, swap_fours, swapped
-from tests.test_affine import plain, values
 
 SEEDS = (1, 2, 3)
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

@@ -20,10 +20,10 @@ from kvx_core.types import Layout, ScaleGranularity
 from tests import reference, tables
 from tests.caches import LAYOUTS, Allocation, Cache, Geometry, assert_same_bytes, scaled
 from tests.calls import HOSTGRID, Backend, hostgrid_library
+from tests.migrations import check_migrate
 from tests.reference import Half, Layer, Packed
 from tests.sass.machine import Machine
-from tests.test_migrate import check_migrate
-from tests.test_write_gather import check_gather, output, outputs
+from tests.token_calls import check_gather, output, outputs
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

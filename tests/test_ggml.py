@@ -23,7 +23,7 @@ from kvx_core import (
 )
 from tests import ggml
 from tests.calls import CPU, Backend
-from tests.test_formats import SEEDS, TORCH, memory, one_vector, values
+from tests.format_moves import SEEDS, TORCH, memory, one_vector, values
 
 FORMATS = tuple(ggml.NAMES)
 SCALES = {  # where a unit has float16 numbers

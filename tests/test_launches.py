@@ -14,9 +14,9 @@ from kvx_core.types import ScaleGranularity
 from tests import tables
 from tests.caches import LAYOUTS, Cache, Geometry, scaled
 from tests.calls import HOSTGRID, Backend
+from tests.layer_calls import Write, check, some_slots, tokens_of
+from tests.migrations import check_migrate
 from tests.sass.machine import Launched
-from tests.test_migrate import check_migrate
-from tests.test_write_layers import Write, check, some_slots, tokens_of
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 PER_HEAD = ScaleGranularity.PER_HEAD

@@ -18,7 +18,8 @@ from tests import reference, tables, test_find_scales, test_write_gather
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.calls import CPU, Backend
 from tests.plans import Plan, bury, carry_out, planned
-from tests.test_write_gather import CASES, DTYPES, key_value
+from tests.test_write_gather import DTYPES
+from tests.token_calls import CASES, key_value
 
 SEEDS = (1, 2, 3)
 CREATE = {

@@ -30,8 +30,8 @@ from kvx_core import (
 from kvx_core.encodings import hadamard
 from tests import test_formats as formats
 from tests.calls import CPU, HOSTGRID, Backend
-from tests.test_formats import span, values
-from tests.test_turboquant_formats import decode, encode
+from tests.format_moves import span, values
+from tests.turboquant_moves import decode, encode
 
 SEEDS = (1, 2, 3)
 FORMATS = (DType.F32, DType.BF16, DType.F8_E4M3, DType.Q8_0, DType.IQ4_NL, DType.Q6_K, DType.TQ3)

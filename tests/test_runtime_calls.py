@@ -20,10 +20,10 @@ from kvx_core.desc import tensors
 from kvx_core.types import Memory
 from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
 from tests.calls import CPU, HOSTGRID, View
+from tests.layer_calls import Write, tokens_of
 from tests.plans import planned
 from tests.reference import Packed
 from tests.test_two_gpus import on_device
-from tests.test_write_layers import Write, tokens_of
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LENGTHS = torch.tensor([7, 3])

@@ -31,31 +31,13 @@ from kvx_core.encodings import turboquant
 from tests import test_formats as formats
 from tests.affine import mlx
 from tests.calls import CPU, HOSTGRID
+from tests.format_moves import one_vector, span, values
 from tests.fp4 import page
-from tests.test_formats import one_vector, span, values
+from tests.turboquant_moves import BITS, DIM, decode, encode
 
 SEEDS = (1, 2, 3)
-BITS = {DType.TQ2: 2, DType.TQ3: 3, DType.TQ4: 4}
-DIM = 128  # of a unit
 OTHERS = (DType.BF16, DType.F32, DType.F8_E4M3FNUZ, DType.Q8_0, DType.Q4_K, *BITS)
 of_formats = pytest.mark.parametrize("dtype", BITS, ids=lambda dtype: dtype.name)
-
-
-def encode(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """[..., numbers] float32 to [..., bytes]."""
-    if dtype not in BITS:
-        return formats.encode(numbers, dtype)
-    units = turboquant.encode(numbers.reshape(*numbers.shape[:-1], -1, DIM), BITS[dtype])
-    return np.asarray(units).reshape(*numbers.shape[:-1], -1)
-
-
-def decode(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """[..., bytes] to [..., numbers] float32."""
-    if dtype not in BITS:
-        return formats.decode(stored, dtype)
-    units = np.ascontiguousarray(stored).reshape(*stored.shape[:-1], -1, dtype.itemsize)
-    found = turboquant.decode(units, DIM, BITS[dtype])
-    return np.asarray(found).reshape(*stored.shape[:-1], -1)
 
 
 def test_sizes() -> None:

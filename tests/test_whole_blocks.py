@@ -12,7 +12,7 @@ from torch import Tensor
 from kvx_core._c import abi
 from kvx_core.errors import InvalidArgumentError
 from tests.calls import Backend
-from tests.test_pointers import BLOCKS, BS, DIM, HEADS, LAYERS, LENGTHS, Stack, migrate, tables
+from tests.pointer_stacks import BLOCKS, BS, DIM, HEADS, LAYERS, LENGTHS, Stack, migrate, tables
 
 PLANES = 2 * LAYERS
 # Axes of a block's buffer, and in which of them [plane, token, head, dim] stand: heads first, as in

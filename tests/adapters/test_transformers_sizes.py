@@ -16,7 +16,7 @@ import torch
 from kvx_adapters import transformers as hf
 from kvx_adapters.transformers.sizes import kv_layers, sizes_in_words, unsaid
 from kvx_core import CacheFacts, UnsupportedError
-from tests.adapters.test_transformers import make_model
+from tests.adapters.transformers_model import make_model
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")

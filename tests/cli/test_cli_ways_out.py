@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvx_adapters.cli.commands import app
-from tests.cli.test_store_command import KEY, NEW_KEY, SECRET, prefix_store, save, two_models
+from tests.cli.stores import KEY, NEW_KEY, SECRET, prefix_store, save, two_models
 
 
 class WayOut(NamedTuple):

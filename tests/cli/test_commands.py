@@ -23,7 +23,7 @@ from kvx_adapters.cli.doctor_engines import engines
 from kvx_adapters.vllm_plugin.settings import Settings
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import read_key
-from tests.cli.test_store_command import prefix_store, save
+from tests.cli.stores import prefix_store, save
 from tests.documents import Block, blocks
 from tests.native import ROOT, run
 

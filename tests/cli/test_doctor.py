@@ -24,7 +24,7 @@ from kvx_adapters.cli import doctor, doctor_engines, doctor_model
 from kvx_adapters.cli.commands import app
 from kvx_adapters.cli.engines import llama_cpp_library
 from kvx_core import backend_info
-from tests.cli.test_store_command import KEY, prefix_store, save
+from tests.cli.stores import KEY, prefix_store, save
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")

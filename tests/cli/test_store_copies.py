@@ -24,7 +24,7 @@ from kvx_core import (
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.types import DType
-from tests.cli.test_store_command import (
+from tests.cli.stores import (
     CHUNK,
     KEY,
     NEW_KEY,

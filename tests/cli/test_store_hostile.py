@@ -21,7 +21,7 @@ from kvx_core.snapshot.sealing import Sealing
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import Directory
 from kvx_core.stores.inventory import Inventory
-from tests.cli.test_store_command import (
+from tests.cli.stores import (
     CHUNK,
     all_files,
     entries,

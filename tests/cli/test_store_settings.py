@@ -18,7 +18,7 @@ from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory
 from kvx_core.stores.inventory import num_bytes_of
-from tests.cli.test_store_command import kvx, two_models
+from tests.cli.stores import kvx, two_models
 from tests.documents import Document
 from tests.native import ROOT
 

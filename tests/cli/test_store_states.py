@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvx_core import Directory, Snapshot
-from tests.cli.test_store_command import CHUNK, entries, kvx, listed, totals
-from tests.stores.test_prefix_states import check_load, save_state, save_tokens, store_of
+from tests.cli.stores import CHUNK, entries, kvx, listed, totals
+from tests.stores.machine import check_load, save_state, save_tokens, store_of
 
 TOKENS = [*range(1, 41)]
 STOPS = (16, 22, 40)  # the end of a chunk, a rung, and the end of the prompt

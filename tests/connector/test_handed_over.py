@@ -11,7 +11,7 @@ import pytest
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.prefix import PrefixStore
-from tests.connector.test_toy_engine import alone, prompt
+from tests.connector.serving import alone, prompt
 from tests.connector.toy_connector import ToyConnector
 from tests.connector.toy_engine import Engine, Request
 

@@ -16,8 +16,8 @@ from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader, Results
 from kvx_core.connector.plan import BlockIds, Load, Scope
 from kvx_core.connector.settings import StoreSettings
-from tests.connector.test_toy_engine import Frozen
-from tests.stores.test_prefix import Engine, save, store_in
+from tests.connector.serving import Frozen
+from tests.stores.engine import Engine, save, store_in
 
 TOKENS = [i * 7 % 1009 for i in range(40)]
 

@@ -20,7 +20,7 @@ from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.walk import Walk
-from tests.connector.test_toy_engine import Frozen, prompt, store_in
+from tests.connector.serving import Frozen, prompt, store_in
 from tests.connector.toy_connector import view_of
 from tests.connector.toy_engine import BLOCK_SIZE, HEADS, LAYERS, Engine, Request
 

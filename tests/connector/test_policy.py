@@ -18,7 +18,7 @@ from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.weights import Report, Stamp, Unknown
 from kvx_core.stores import token_chain
-from tests.connector.test_toy_engine import prompt, store_in
+from tests.connector.serving import prompt, store_in
 from tests.connector.test_writer import chunks_of
 from tests.connector.toy_engine import Request
 

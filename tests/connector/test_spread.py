@@ -13,8 +13,8 @@ from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.spread import SaveBudget
+from tests.connector.serving import Serve, alone, prompt, serve, store_in, written
 from tests.connector.test_lookups import Frozen
-from tests.connector.test_toy_engine import Serve, alone, prompt, serve, store_in, written
 from tests.connector.toy_engine import Request
 
 __all__ = ["serve"]  # a fixture

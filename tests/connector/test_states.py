@@ -19,7 +19,7 @@ from kvx_core.connector.saver import Saver
 from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.stores import PrefixStore
 from kvx_core.stores.blob_store import Write
-from tests.stores.test_prefix_states import (
+from tests.stores.machine import (
     PLANES,
     STATE_HEADS,
     Machine,

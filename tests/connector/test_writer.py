@@ -17,7 +17,7 @@ from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import Precision
 from kvx_core.stores.blobs import Put
-from tests.connector.test_toy_engine import prompt, store_in
+from tests.connector.serving import prompt, store_in
 from tests.connector.toy_connector import view_of
 from tests.connector.toy_engine import BLOCK_SIZE, DIM, HEADS, LAYERS, Engine
 

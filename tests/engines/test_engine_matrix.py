@@ -45,6 +45,7 @@ from kvx_core.desc.layouts import axes
 from kvx_core.ops.reorder import reordered
 from tests import reference, tables
 from tests.affine import Affine, openvino_k, openvino_v
+from tests.affine_values import from_dense
 from tests.caches import LAYOUTS, Geometry, random_values
 from tests.calls import BACKENDS, HOSTGRID, Backend, Mirror, host_memory
 from tests.engines import (
@@ -59,14 +60,13 @@ from tests.engines import (
     Sizes,
 )
 from tests.engines.vllm import fp8_rows, int4_rows
+from tests.found_scales import find_scales
 from tests.fp4 import Fp4
 from tests.fp4 import page as nvfp4_page
+from tests.migrations import check_migrate
 from tests.native import ROOT
-from tests.test_affine import from_dense
-from tests.test_find_scales import find_scales
 from tests.test_ggml import test_units_are_ggml_s as move_units
-from tests.test_migrate import check_migrate
-from tests.test_write_gather import check_write, key_value
+from tests.token_calls import check_write, key_value
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,7 +31,7 @@ from kvx_core.hybrid import (
 from kvx_core.hybrid.schema import AttentionType
 from tests.fakes.vllm import needs_vllm
 from tests.hybrid import reference
-from tests.hybrid.test_schema import FLASH, PRO
+from tests.hybrid.schemas import FLASH, PRO
 
 SENTINEL = 0xA5
 

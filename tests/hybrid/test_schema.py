@@ -23,13 +23,9 @@ from kvx_core.hybrid import (
     hf_config,
     schedule_of,
 )
+from tests.hybrid.schemas import FLASH, PRO
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
-
-# compress_ratios of the published config.json files; the last 0 is the layer that predicts a second
-# token.
-PRO = [128, 128, *[4, 128] * 29, 4, 0]
-FLASH = [0, 0, *[4, 128] * 20, 4, 0]
 
 
 @pytest.mark.parametrize(

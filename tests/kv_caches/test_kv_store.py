@@ -23,6 +23,8 @@ from kvx_core import (
     UnsupportedError,
 )
 from kvx_core.caches.kv import PRESETS
+from tests.format_moves import FORMATS as WITH_ORACLE
+from tests.format_moves import decode, encode
 from tests.kv_stores import (
     DIM,
     FORMATS,
@@ -39,8 +41,6 @@ from tests.kv_stores import (
     store_of,
     stored,
 )
-from tests.test_formats import FORMATS as WITH_ORACLE
-from tests.test_formats import decode, encode
 
 SENTINEL = 0xA5
 of_formats = pytest.mark.parametrize("dtype", FORMATS, ids=lambda dtype: dtype.name)

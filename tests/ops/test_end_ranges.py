@@ -12,7 +12,7 @@ import torch
 from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
 from kvx_core.ops.end_ranges import END_RANGE, cut, cut_of, one_end
 from kvx_core.types import Layout
-from tests.ops.test_plan import assert_equal, expect, filled, two_caches, view_of
+from tests.ops.planned import assert_equal, expect, filled, two_caches, view_of
 
 LENGTHS = [9, 0, 5]
 SRC_TABLE = [[3, 1, 8], [-1, -1, -1], [0, 5, -1]]

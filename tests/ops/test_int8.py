@@ -22,7 +22,7 @@ from kvx_core import (
     write_kv,
 )
 from tests.snapshot.sections import FACTS
-from tests.snapshot.test_snapshot_planes import reopened, section
+from tests.snapshot.with_planes import reopened, section
 
 
 @pytest.mark.parametrize("granularity", ["PER_TENSOR", "PER_HEAD", "PER_TOKEN_HEAD"])

@@ -6,7 +6,6 @@ import gc
 import re
 import subprocess
 import sys
-import threading
 import timeit
 import weakref
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from kvx_core import (
     write_kv,
 )
 from kvx_core._c import bound
+from tests.ops.in_threads import run_in_threads
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 8, 2, 16
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
@@ -342,32 +342,6 @@ def test_making_a_gather_plan_checks_its_outputs() -> None:
         GatherPlan(cache.desc, good, bad)
     with pytest.raises(InvalidArgumentError, match="secondary_num_blocks is -1, expected 0 to"):
         GatherPlan(cache.desc, good, good, secondary_num_blocks=-1)
-
-
-def run_in_threads(work: Callable[[int], None], num_threads: int) -> None:
-    """Runs work(i) in threads that start together and take turns often. Raises the first error."""
-    barrier = threading.Barrier(num_threads)
-    errors: list[BaseException] = []
-
-    def body(i: int) -> None:
-        barrier.wait()
-        try:
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(i,)) for i in range(num_threads)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    if errors:
-        raise errors[0]
 
 
 def test_threads_share_a_plan() -> None:

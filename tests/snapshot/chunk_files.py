@@ -22,8 +22,8 @@ from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.memory import laid_out
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.beneath import fetch_beneath
+from tests.lossless_reference import reference
 from tests.snapshot import sections
-from tests.test_lossless import reference
 
 SIGNING, ENCRYPTION = bytes(range(32)), bytes(range(100, 140))
 KEYS: dict[str, tuple[bytes | None, bytes | None]] = {

@@ -22,7 +22,7 @@ from kvx_core.snapshot import Chunks, MemoryPool, Nulls, Precision, Section
 from kvx_core.snapshot.section import row_on_host
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.prefix import PrefixStore
-from tests.ops.test_plans import run_in_threads
+from tests.ops.in_threads import run_in_threads
 
 BLOCKS, BLOCK, CHUNK, LAYERS = 211, 4, 24, 3
 FACTS = CacheFacts(rotary="half", rotary_dim=8, rope_applied=True, first_kv_head=0)

@@ -22,7 +22,8 @@ from kvx_core.stores.strict_json import strict_json
 from tests.hostile import hostile_files
 from tests.hostile_entries import hostile_entries
 from tests.snapshot import store_reader
-from tests.stores.test_prefix import Engine, files_of, save, store_in
+from tests.stores.engine import Engine, save, store_in
+from tests.stores.test_prefix import files_of
 
 NUM_TOKENS = 5
 MAX_SECONDS = 5  # of the processor, for one file

@@ -14,7 +14,7 @@ import torch
 
 from kvx_core import CacheDesc, Snapshot, StoreError, describe
 from tests.hostile import hostile_planes, mutated_files
-from tests.snapshot.test_snapshot_planes import Engine, assert_same, copy_by_hand, filled
+from tests.snapshot.with_planes import Engine, assert_same, copy_by_hand, filled
 
 NUM_TOKENS = 13
 MAX_SECONDS = 5  # of the processor, for one file

@@ -16,7 +16,8 @@ from kvx_core.stores.match import Match
 from kvx_core.stores.names import parse_entry
 from tests.caches import assert_same_bytes
 from tests.snapshot.sections import section_of
-from tests.stores.test_prefix import Engine, files_of, save, store_in
+from tests.stores.engine import Engine, save, store_in
+from tests.stores.test_prefix import files_of
 
 F32, BF16, F16 = (Precision.of(name) for name in ("float32", "bfloat16", "float16"))
 E4M3, E5M2 = Precision.of("float8_e4m3fn"), Precision.of("float8_e5m2")

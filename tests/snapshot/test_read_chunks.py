@@ -39,7 +39,7 @@ from tests.snapshot.chunk_files import (
 )
 from tests.snapshot.test_chunk_file import at, resealed
 from tests.snapshot.test_chunk_file_fuzz import NAMES, File
-from tests.stores.test_prefix import Engine, save, store_in
+from tests.stores.engine import Engine, save, store_in
 
 SENTINEL = 0xA5
 

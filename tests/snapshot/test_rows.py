@@ -34,12 +34,12 @@ from kvx_core import (
 )
 from kvx_core.snapshot import CorruptError, Precision
 from tests.ggml import K_QUANTS, dequantize, quantize
+from tests.snapshot.formatted import numbers
 from tests.snapshot.sections import FACTS
-from tests.snapshot.test_snapshot_formats import numbers
-from tests.snapshot.test_snapshot_planes import filled, reopened, section
+from tests.snapshot.with_planes import filled, reopened, section
 from tests.snapshot_files import kind_in, rewritten
-from tests.stores.test_prefix import Engine as StoreEngine
-from tests.stores.test_prefix import rows_of, save, store_in
+from tests.stores.engine import Engine as StoreEngine
+from tests.stores.engine import rows_of, save, store_in
 
 SEEDS = [1, 2, 3]
 # heads and head_dim: rows of 256, 512 and 1024 numbers

@@ -15,12 +15,13 @@ from kvx_core.snapshot import CorruptError, Precision
 from tests.caches import assert_same_bytes
 from tests.snapshot import store_reader
 from tests.snapshot.chunk_files import DECODERS
-from tests.snapshot.test_snapshot_formats import Engine, expect
-from tests.snapshot.test_snapshot_planes import filled, reopened, section
+from tests.snapshot.formatted import Engine, expect
+from tests.snapshot.with_planes import filled, reopened, section
 from tests.snapshot_files import SnapshotFile, kind_in, rewritten, with_row
 from tests.store_files import kind_of
-from tests.stores.test_prefix import Engine as StoreEngine
-from tests.stores.test_prefix import files_of, save, store_in
+from tests.stores.engine import Engine as StoreEngine
+from tests.stores.engine import save, store_in
+from tests.stores.test_prefix import files_of
 from tests.trained import trained
 
 SEEDS = [1, 2, 3]

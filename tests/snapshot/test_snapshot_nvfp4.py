@@ -17,17 +17,9 @@ from kvx_adapters.vllm import amx_planes
 from kvx_core import CacheDesc, CacheView, InvalidArgumentError, Snapshot, describe
 from kvx_core.snapshot import CorruptError
 from tests import fp4
+from tests.snapshot.formatted import HEADS, K_DIM, SEEDS, V_DIM, Engine, expect, numbers
 from tests.snapshot.sections import FACTS
-from tests.snapshot.test_snapshot_formats import (
-    HEADS,
-    K_DIM,
-    SEEDS,
-    V_DIM,
-    Engine,
-    expect,
-    numbers,
-)
-from tests.snapshot.test_snapshot_planes import filled, reopened, section
+from tests.snapshot.with_planes import filled, reopened, section
 from tests.snapshot_files import kind_in, rewritten, row_of, with_row
 
 

@@ -11,7 +11,8 @@ import torch
 
 from kvx_core import DType, InvalidArgumentError, Precision
 from kvx_core.stores.dry_run import never_found
-from tests.stores.test_prefix import HEADS, LAYERS, Engine, files_of, save, store_in
+from tests.stores.engine import HEADS, LAYERS, Engine, save, store_in
+from tests.stores.test_prefix import files_of
 
 
 def test_what_is_found(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from kvx_core import InvalidArgumentError, PrefixStore
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import CorruptError
 from kvx_core.snapshot.sealing import Sealing
-from tests.stores.test_prefix import Engine, files_of, save, store_in
+from tests.stores.engine import Engine, save, store_in
+from tests.stores.test_prefix import files_of
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 TOKENS = [i * 7 % 1009 for i in range(40)]  # chunks of 16, 16 and 8

@@ -17,7 +17,8 @@ from kvx_core._c import file_calls
 from kvx_core.snapshot import CorruptError, Snapshot, chunk_file, memory
 from kvx_core.stores import beneath
 from tests.caches import assert_same_bytes
-from tests.stores.test_prefix import Engine, files_of, save, store_in
+from tests.stores.engine import Engine, save, store_in
+from tests.stores.test_prefix import files_of
 
 TOKENS = range(20)
 FAULTS = (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)

@@ -8,7 +8,7 @@ import pytest
 
 from kvx_core import PrefixStore, StoreError
 from kvx_core.snapshot.secrets import Key
-from tests.stores.test_prefix import Engine, save, store_in
+from tests.stores.engine import Engine, save, store_in
 from tests.stores_memory import InMemory
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32

@@ -18,17 +18,8 @@ from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
 from kvx_core.stores.rooms import Rooms
 from tests.snapshot.sections import section_of
-from tests.stores.test_prefix import (
-    DIM,
-    HEADS,
-    LAYERS,
-    Engine,
-    assert_same_bytes,
-    damage,
-    ranks,
-    save,
-    store_in,
-)
+from tests.stores.engine import DIM, HEADS, LAYERS, Engine, damage, ranks, save, store_in
+from tests.stores.test_prefix import assert_same_bytes
 
 CHUNK = 16
 LENGTH = 4 * CHUNK + 6

@@ -14,10 +14,9 @@ import resource
 import tempfile
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvx_core import (
-    BlobStore,
     Directory,
     InvalidArgumentError,
     KvxError,
     Match,
     PrefixStore,
-    Section,
     Snapshot,
     StoredSpan,
     StoreError,
@@ -42,114 +39,22 @@ from kvx_core import (
 from kvx_core.snapshot import CorruptError, Precision
 from kvx_core.stores.index import NotCached
 from kvx_core.stores.names import RUNGS, parse_entry
-from kvx_core.types import Layout
-from tests.caches import LAYOUTS, Cache, Geometry, assert_same_bytes
+from tests.caches import assert_same_bytes
 from tests.snapshot.sections import section_of
 from tests.store_files import entry_files as files_of
 from tests.store_files import heads_of, layers_of
+from tests.stores.engine import (
+    DIM,
+    HEADS,
+    LAYERS,
+    Engine,
+    Tokens,
+    damage,
+    ranks,
+    save,
+    store_in,
+)
 from tests.stores_memory import InMemory
-
-Tokens = Sequence[int]
-LAYERS, HEADS, DIM = 3, 4, 8
-
-
-def store_in(blobs: BlobStore | Path, **options: Any) -> PrefixStore:
-    options = {
-        "chunk_tokens": 16,
-        "num_layers": LAYERS,
-        "total_kv_heads": HEADS,
-        "precision": Precision.of(torch.float32),
-    } | options
-    blobs = Directory(blobs) if isinstance(blobs, Path) else blobs
-    return PrefixStore(blobs, fingerprint="model", **options)
-
-
-@dataclass
-class Engine:
-    """One rank: a cache of some layers and heads, and the blocks of its only sequence."""
-
-    layers: range = range(LAYERS)
-    heads: range = range(HEADS)
-    layout: str = "hnd"
-    block_size: int = 4
-    dtype: torch.dtype = torch.float32
-    num_tokens: int = 80
-    seed: int = 0
-    dim: int = DIM
-
-    def __post_init__(self) -> None:
-        num_blocks = -(-self.num_tokens // self.block_size)
-        sizes = Geometry(
-            num_blocks=num_blocks + 2,
-            block_size=self.block_size,
-            num_kv_heads=len(self.heads),
-            head_dim=self.dim,
-            num_layers=len(self.layers),
-        )
-        self.cache: Cache = LAYOUTS[self.layout](sizes, self.dtype, self.seed)
-        generator = torch.Generator().manual_seed(self.seed)
-        self.blocks = torch.randperm(num_blocks + 2, generator=generator)[:num_blocks].tolist()
-
-    def sections(self, parts: int = 1, **options: Any) -> list[Section]:
-        """All layers, dealt out to sections."""
-        return [
-            section_of(
-                self.cache,
-                self.layers[i::parts],
-                self.blocks,
-                heads=(self.heads[0], HEADS),
-                at=range(len(self.layers))[i::parts],
-                **{"fingerprint": "model", **options},
-            )
-            for i in range(min(parts, len(self.layers)))
-        ]
-
-    def place(self, token: int) -> tuple[int, int]:
-        return self.blocks[token // self.block_size], token % self.block_size
-
-    def compute(self, tokens: Tokens, start: int = 0, stop: int | None = None) -> Engine:
-        """What a model would do: the rows of these tokens."""
-        chosen = torch.arange(start, len(tokens) if stop is None else stop)
-        rows = rows_of(tokens, self.dim)[chosen].to(self.dtype)
-        blocks = torch.tensor(self.blocks)[chosen // self.block_size]
-        for i, layer in zip(self.layers, self.cache.layers, strict=True):
-            for kv, half in enumerate(layer.halves()):
-                heads = rows[:, i, kv, self.heads[0] : self.heads[-1] + 1]
-                is_nhd = half.layout is Layout.BLOCK_NHD
-                tensor = half.tensor.transpose(1, 2) if is_nhd else half.tensor
-                tensor[blocks, :, chosen % self.block_size] = heads
-        return self
-
-    def check(self, tokens: Tokens, start: int, stop: int) -> None:
-        """Tokens start to stop have been loaded into a new engine, and nothing else."""
-        assert_same_bytes(self.cache, replace(self).compute(tokens, start, stop).cache)
-
-
-def rows_of(tokens: Tokens, dim: int = DIM) -> torch.Tensor:
-    """[token, layer, kv, head, dim] integers that BF16 can hold, from the tokens up to each."""
-    crcs, crc = [], 0
-    for token in tokens:
-        crc = zlib.crc32(int(token).to_bytes(8, "little"), crc)
-        crcs.append(crc)
-    shape = (len(crcs), LAYERS, 2, HEADS, dim)
-    index = np.arange(np.prod(shape[1:])).reshape(1, *shape[1:])
-    mixed = (np.array(crcs).reshape(-1, 1, 1, 1, 1) ^ (index * 2654435761)) % 1009 // 4
-    return torch.from_numpy(mixed.astype(np.float32))
-
-
-def save(
-    store: PrefixStore, tokens: Tokens, engine: Engine | None = None, parts: int = 1
-) -> list[int]:
-    """Stores all spans of a prompt, as one rank; the bytes of each file."""
-    engine = engine or Engine()
-    engine.compute(tokens)
-    written = []
-    for start, stop in store.spans(len(tokens)):
-        snapshot = store.capture(tokens, start, stop, engine.sections(parts))
-        assert snapshot is not None
-        written.append(store.commit(snapshot))
-    return written
-
 
 # --- Lookup ---------------------------------------------------------------------------------------
 
@@ -492,10 +397,6 @@ def test_a_match_goes_to_another_process(tmp_path: Path) -> None:
 # --- Ranks and engines ----------------------------------------------------------------------------
 
 
-def ranks(*shapes: tuple[range, range], **options: Any) -> list[Engine]:
-    return [Engine(layers=layers, heads=heads, **options) for layers, heads in shapes]
-
-
 ALL = range(LAYERS), range(HEADS)
 TENSOR_PARALLEL = (range(LAYERS), range(2)), (range(LAYERS), range(2, 4))
 UNEVEN = (range(LAYERS), range(1)), (range(LAYERS), range(1, 4))
@@ -686,30 +587,6 @@ def test_facts_that_differ_stop_the_load_and_keep_the_file(tmp_path: Path) -> No
     load = lambda: store.load(match, 0, 16, sections)  # noqa: E731
     unchanged(engine, load, StoreError, f"{name}: rotary is 'half' at the source")
     assert store.lookup(range(16)).num_tokens == 16
-
-
-def damage(name: str) -> Callable[[Path], None]:
-    def apply(path: Path) -> None:
-        data = path.read_bytes()
-        if name == "cut":
-            path.write_bytes(data[: len(data) // 2])
-        elif name == "empty":
-            path.write_bytes(b"")
-        elif name == "foreign":
-            path.write_bytes(os.urandom(len(data)))
-        elif name == "header":
-            path.write_bytes(data[:8] + b"?" + data[9:])
-        elif name == "folder":
-            path.unlink()
-            path.mkdir()
-        elif name == "pipe":
-            path.unlink()
-            os.mkfifo(path)
-        elif name == "loop":
-            path.unlink()
-            path.symlink_to(path.name)
-
-    return apply
 
 
 @pytest.mark.parametrize("stop", [16, 40])

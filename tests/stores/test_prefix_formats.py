@@ -31,9 +31,10 @@ from kvx_core import (
 from kvx_core.snapshot import Precision, StorageFormat
 from tests.caches import assert_same_bytes
 from tests.snapshot.sections import FACTS
-from tests.snapshot.test_snapshot_planes import section
+from tests.snapshot.with_planes import section
 from tests.store_files import snapshot_of
-from tests.stores.test_prefix import Engine, Tokens, files_of, rows_of, save, store_in
+from tests.stores.engine import Engine, Tokens, rows_of, save, store_in
+from tests.stores.test_prefix import files_of
 
 GGUF = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 DIM = 64  # two units

@@ -10,7 +10,7 @@ from kvx_core import InvalidArgumentError, PrefixStore
 from kvx_core.snapshot import Precision, Section, Snapshot
 from kvx_core.stores import BlobStore
 from kvx_core.stores.dry_run import never_found
-from tests.snapshot.test_snapshot_layers import LAYERS, PLAIN, STOP, Model, Rank
+from tests.snapshot.layered import LAYERS, PLAIN, STOP, Model, Rank
 from tests.stores_memory import InMemory
 
 SEEDS = [1, 2, 3]

@@ -15,7 +15,7 @@ from kvx_core import InvalidArgumentError, PlaneKind, PrefixStore, Section, Stor
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory
 from kvx_core.stores.space import SpaceRecord
-from tests.snapshot.test_snapshot_planes import Engine, assert_same, copy_by_hand
+from tests.snapshot.with_planes import Engine, assert_same, copy_by_hand
 
 TOKENS = range(100, 140)
 

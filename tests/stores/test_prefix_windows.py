@@ -13,7 +13,7 @@ import pytest
 from kvx_core import BlockTable, InvalidArgumentError, PrefixStore, Section, StoreError
 from kvx_core.snapshot import Precision
 from kvx_core.stores.index import NotCached
-from tests.snapshot.test_snapshot_layers import BF16, STOP, Model, Rank
+from tests.snapshot.layered import BF16, STOP, Model, Rank
 from tests.stores_memory import InMemory
 
 CHUNK = 4

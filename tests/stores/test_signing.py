@@ -14,7 +14,8 @@ from kvx_core.snapshot import UnsignedError, read_key
 from kvx_core.snapshot.secrets import Key
 from kvx_core.stores.space import SpaceRecord
 from tests.caches import assert_same_bytes
-from tests.stores.test_prefix import HEADS, LAYERS, Engine, files_of, save, store_in
+from tests.stores.engine import HEADS, LAYERS, Engine, save, store_in
+from tests.stores.test_prefix import files_of
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 TOKENS = range(20)

@@ -12,7 +12,7 @@ import torch
 from kvx_core import Directory, PrefixStore
 from kvx_core.snapshot import Precision, StoreError
 from kvx_core.stores.superseded import StaleEntries
-from tests.stores.test_prefix import HEADS, Engine, save, store_in
+from tests.stores.engine import HEADS, Engine, save, store_in
 
 
 class Clock:

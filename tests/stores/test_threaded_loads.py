@@ -25,7 +25,7 @@ from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores import loads
 from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
-from tests.stores.test_prefix import HEADS, LAYERS, Engine, ranks, save, store_in
+from tests.stores.engine import HEADS, LAYERS, Engine, ranks, save, store_in
 
 CHUNK = 16
 LENGTH = 9 * CHUNK + 6

@@ -11,7 +11,7 @@ import pytest
 from kvx_core import InvalidArgumentError
 from kvx_core.stores import token_chain
 from kvx_core.stores.token_chain import TokenChain
-from tests.connector.test_toy_engine import prompt
+from tests.connector.serving import prompt
 
 
 def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from tests.fakes.vllm import SENTINEL
 from tests.injection import Injection
 from tests.vllm_plugin import test_scheduler_half as scheduler_half
 from tests.vllm_plugin.models import prompt
-from tests.vllm_plugin.test_scheduler_half import STORED, Steps
-from tests.vllm_plugin.test_worker_half import TOKENS, Worker, filled
+from tests.vllm_plugin.schedulers import STORED, Steps
+from tests.vllm_plugin.workers import TOKENS, Worker, filled
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 

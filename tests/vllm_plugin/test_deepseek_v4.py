@@ -13,7 +13,7 @@ import torch
 
 from kvx_core import UnsupportedError
 from tests.fakes.vllm import needs_vllm
-from tests.hybrid.test_schema import FLASH
+from tests.hybrid.schemas import FLASH
 
 pytestmark = needs_vllm
 

@@ -24,7 +24,7 @@ from tests.store_files import entry_files, tokens_of
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
 from tests.vllm_plugin.models import prompt
-from tests.vllm_plugin.test_worker_half import CHUNK, TOKENS, Worker, filled
+from tests.vllm_plugin.workers import CHUNK, TOKENS, Worker, filled
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 

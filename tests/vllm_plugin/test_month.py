@@ -28,7 +28,7 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.inventory import Inventory
 from kvx_core.stores.names import entry_name, key_of
 from tests import faults
-from tests.cli.test_store_command import DAY, kvx, listed, totals
+from tests.cli.stores import DAY, kvx, listed, totals
 from tests.fakes.vllm import needs_cpu_op
 from tests.native import ROOT
 from tests.vllm_plugin.engine import Engine, EngineProcess, connector
