@@ -26,7 +26,8 @@ from kvx_core.types import BlockTableFormat
 
 _UNPAGED = 16  # tokens that are copied together if neither end has blocks
 
-_Place = tuple[int, ...]
+# By layer, half (1: V) and pool: numbers of blocks or, without blocks, of tokens in the pool.
+_Places = dict[tuple[int, int, int], set[int]]
 _OF_TOKENS = (None, BlockTableFormat.RAGGED)  # no table: slots
 _WITH_V = (BlockTableFormat.KV_OFFSETS, BlockTableFormat.POINTERS)  # have separate entries for V
 
@@ -325,34 +326,39 @@ class _WrittenPlaces:
 
     def __init__(self, dst: CacheSpan) -> None:
         self._dst = dst
-        self._places: set[_Place] = set()
+        self._places: _Places = {}
 
-    def take(self, source: CacheSpan, first: int, count: int, written: int) -> set[_Place]:
+    def take(self, source: CacheSpan, first: int, count: int, written: int) -> _Places:
         """The places of tokens from `first` on, after a check that they are no others'.
 
         written: tokens of the source
         Raises InvalidArgumentError for a place that an earlier token has, or one of the source.
         """
         new = _places(self._dst, first, count)
-        if not new.isdisjoint(self._places):
+        twice = _block_in_both(self._dst, new, self._places)
+        if twice is not None:
             raise InvalidArgumentError(
                 f"dst has tokens {first} to {first + count - 1} where tokens before them are, as "
-                f"its table or slots say: block {min(new & self._places)[2]}, expected a place of "
-                "its own for each token. Reserve other blocks, and begin anew"
+                f"its table or slots say: block {twice}, expected a place of its own for each "
+                "token. Reserve other blocks, and begin anew"
             )
         if _is_same_pool(source, self._dst):
-            both = _places(source, 0, written) & (self._places | new)
-            if both:
+            held = _places(source, 0, written)
+            both = _block_in_both(source, held, self._places)
+            if both is None:
+                both = _block_in_both(source, held, new)
+            if both is not None:
                 raise InvalidArgumentError(
-                    f"block {min(both)[2]} is one of src's tokens 0 to {written - 1} and a "
+                    f"block {both} is one of src's tokens 0 to {written - 1} and a "
                     "destination in the same pool, expected disjoint blocks: the source goes on. "
                     "Reserve other blocks, and begin anew"
                 )
         return new
 
-    def add(self, places: set[_Place]) -> None:
+    def add(self, places: _Places) -> None:
         """Keeps what `take` returned, for tokens that have been written."""
-        self._places |= places
+        for part, numbers in places.items():
+            self._places.setdefault(part, set()).update(numbers)
 
     def rewind(self, kept: int) -> None:
         """Forgets all but the first `kept` tokens."""
@@ -364,31 +370,52 @@ def _is_same_pool(src: CacheSpan, dst: CacheSpan) -> bool:
     return (here.memory, here.data) == (there.memory, there.data)
 
 
-def _places(span: CacheSpan, first: int, count: int) -> set[_Place]:
-    """(layer, 1 for V, block, pool) of each block that begins in these tokens, or with the first
-    token of all; with the offset of each token where a block does not hold tokens in a row.
+def _block_in_both(span: CacheSpan, one: _Places, other: _Places) -> int | None:
+    """The first block, of the first layer that has one, of which both have tokens; None: no block.
+
+    span: whose places they are
+    """
+    for part in sorted(one.keys() & other.keys()):
+        both = one[part] & other[part]
+        if both:
+            return min(both) // _tokens_per_number(span, part[0])
+    return None
+
+
+def _tokens_per_number(span: CacheSpan, layer: int) -> int:
+    format = None if span.block_table is None else span.block_table.format
+    return span.view.layers[layer].block_size if format in _OF_TOKENS else 1
+
+
+def _places(span: CacheSpan, first: int, count: int) -> _Places:
+    """The place of each block that begins in these tokens, or with the first token of all; of each
+    token where a block does not hold tokens in a row.
 
     Nothing of a dense cache, whose tokens lie in one row, nor where the call itself is refused.
     """
     table = span.block_table
     if count <= 0 or (table is None and span.slots is None):
-        return set()
+        return {}
     format = None if table is None else table.format
     has_planes = table is not None and table.has_planes
     lens, part = SeqLens.of([count]), _part(span, first, count)
-    found: set[_Place] = set()
+    found: _Places = {}
     for i, layer in enumerate(span.view.layers if has_planes else span.view.layers[:1]):
         for v in (0, 1) if layer.v is not None and format in _WITH_V else (0,):
             try:
                 places = find_tokens(part, lens, v=bool(v), layer=i)
             except KvxError:  # the call itself says what is wrong, of the right end
-                return set()
+                return {}
             kept = places["block"] >= 0
             if format not in _OF_TOKENS:
                 begins = places["offset"] == 0
                 begins[0] |= first == 0
                 kept &= begins
-            for block, offset, pool in places[kept].tolist():
-                in_block = (offset,) if format in _OF_TOKENS else ()
-                found.add((i, v, block, pool, *in_block))
+            for pool in (0, 1):
+                here = places[kept & (places["pool"] == pool)]
+                numbers = here["block"]
+                if format in _OF_TOKENS:
+                    numbers = numbers * layer.block_size + here["offset"]
+                if len(here):
+                    found[i, v, pool] = set(numbers.tolist())
     return found

@@ -28,6 +28,7 @@ from kvx_core import (
     write_kv,
 )
 from kvx_core.ops.live import Copied, LiveMigration
+from kvx_core.ops.reorder import _in_orders
 from tests.facts import SAME_MODEL
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -181,9 +182,9 @@ def test_the_destination_is_described_once_in_the_order_of_the_source(rotary_dim
         now = replace(src)
         move = moving.copy if written < 110 else moving.finish
         move(at_a(now), written)
-        whole = [found for found in now.reordered.values() if isinstance(found, CacheView)]
+        whole = [found for found in _in_orders.of(now).values() if isinstance(found, CacheView)]
         assert len(whole) == (1 if rotary_dim < DIM and written > 1 else 0)  # two parts of a head
-    assert len(dst.reordered) == 1
+    assert len(_in_orders.of(dst)) == 1
     got, want = held(at_b(dst), 110), TOKENS[:, :, :110]
     half = rotary_dim // 2
     order = [i // 2 + half * (i % 2) for i in range(rotary_dim)] + [*range(rotary_dim, DIM)]
