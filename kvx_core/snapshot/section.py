@@ -245,8 +245,10 @@ class Section:
             self.check_reach(stop)
             size = self.view.layers[0].block_size
             blocks = blocks[start // size : -(-stop // size)]
+            if len(set(blocks.tolist())) == len(blocks):
+                return
             blocks = blocks[~null_blocks(self.view, blocks)]
-            if len(np.unique(blocks)) == len(blocks):
+            if len(set(blocks.tolist())) == len(blocks):
                 return
         for places in self._places(start, stop):
             stored = places[places["block"] >= 0]
