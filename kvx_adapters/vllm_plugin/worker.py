@@ -23,7 +23,7 @@ from kvx_core.connector.saver import Saver
 from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Section
 
-_PATIENCE_SECONDS = 0.01  # the wait for loads in a step without a forward pass
+_IDLE_STEP_SECONDS = 0.01  # the wait for loads in a step without a forward pass
 _CHANGED = "the model's weights have changed since the step was planned"
 
 
@@ -104,7 +104,7 @@ class WorkerHalf:
             else:
                 self._loader.start(load)
         if step.is_idle:
-            self._loader.wait(_PATIENCE_SECONDS)
+            self._loader.wait(_IDLE_STEP_SECONDS)
 
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
         """Copies one layer of this step's saves. `save` copies the remaining layers."""

@@ -19,8 +19,8 @@ from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.walk import Walk
 
 _OWN_SECONDS = 5e-5  # the most time that a lookup in memory may take in the engine's thread
-_PATIENCE_SECONDS = 5e-4  # the wait for a lookup in a thread: another step takes much longer
-_OWN_TOKENS = 4096  # a thread computes the keys of longer prompts
+_LOOKUP_WAIT_SECONDS = 5e-4  # the wait for a lookup in a thread: another step takes much longer
+_MOST_WALKED_TOKENS = 4096  # a thread computes the keys of longer prompts
 _MOST = 4096  # the most durations kept until they are taken, and beginnings of prompts remembered
 _ENOUGH = 100  # a warning is logged after so many repeats without any cache hit
 NOTHING = Match(0, ())
@@ -187,7 +187,7 @@ class Lookups:
             walk.go_on(store.known, lambda: time.monotonic() - begun > _OWN_SECONDS)
         if not walk.is_over and self._workers.stuck_seconds() > self.seconds:
             return NOTHING  # the store does not answer
-        if walk.is_over and num_tokens <= _OWN_TOKENS:
+        if walk.is_over and num_tokens <= _MOST_WALKED_TOKENS:
             return walk.match
         lookup = _Lookup(store, walk, begun, is_over=walk.is_over)
         is_alone = not self._pending and self._workers.has_free_thread
@@ -197,7 +197,7 @@ class Lookups:
         self._pending[request_id] = lookup
         if is_alone:
             with self._lookup_is_over:
-                self._lookup_is_over.wait_for(lambda: lookup.is_over, _PATIENCE_SECONDS)
+                self._lookup_is_over.wait_for(lambda: lookup.is_over, _LOOKUP_WAIT_SECONDS)
         return self._answer(request_id, lookup)
 
     def _look(self, lookup: _Lookup) -> None:

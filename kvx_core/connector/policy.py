@@ -28,8 +28,10 @@ from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
 from kvx_core.stores.token_chain import TokenChain
 
-_OWN_TOKENS = 1024  # the most tokens of a request that a step hashes if no thread has done so
-_PATIENCE_SECONDS = 0.005  # the wait for lookups in a step without a forward pass
+_MOST_HASHED_TOKENS = (
+    1024  # the most tokens of a request that a step hashes if no thread has done so
+)
+_IDLE_STEP_SECONDS = 0.005  # the wait for lookups in a step without a forward pass
 
 
 class Request(Protocol):
@@ -275,7 +277,7 @@ class Policy:
                 plan.saves += self.spread.take_all()
             self._next.saves += self.spread.next_step()
         if is_idle and not plan.saves and not plan.loads:
-            self.lookups.wait(_PATIENCE_SECONDS)
+            self.lookups.wait(_IDLE_STEP_SECONDS)
         return plan
 
     def finished(self, request: Request, block_ids: BlockIds, num_computed_tokens: int) -> bool:
@@ -417,7 +419,7 @@ class Policy:
             tracked.has_gap = True
         if full > tracked.saved:
             chain = self._chain(request, tracked.scope)
-            ready = chain.num_ids + _OWN_TOKENS
+            ready = chain.num_ids + _MOST_HASHED_TOKENS
             if ready < full and not self.window:  # later steps save the rest
                 full = ready - ready % chunk
                 if not tracked.is_prepared:  # no thread has computed its keys

@@ -64,7 +64,7 @@ class Asked:
 def test_memory_answers_what_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits, misses, and matches that are exact to the token, without the disk."""
     monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
-    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(lookups, "_LOOKUP_WAIT_SECONDS", 0)
     tokens = prompt(70, 1)
     fill(tmp_path, tokens)
     asked = Asked(tmp_path)
@@ -88,7 +88,7 @@ def test_short_prompts_that_memory_knows_need_no_thread(
 ) -> None:
     """Keys of longer ones are computed in one, for what is saved."""
     monkeypatch.setattr(lookups, "_OWN_SECONDS", 60)  # however slow the machine is
-    monkeypatch.setattr(lookups, "_OWN_TOKENS", 40)
+    monkeypatch.setattr(lookups, "_MOST_WALKED_TOKENS", 40)
     asked, jobs = Asked(tmp_path), list[str]()
     for count in (40, 41):
         assert asked.answer(prompt(count, count)) == 0
@@ -327,7 +327,7 @@ def test_a_lookup_that_has_not_begun_in_time_never_begins(tmp_path: Path) -> Non
 
 
 def test_all_lookups_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(lookups, "_LOOKUP_WAIT_SECONDS", 0)
     asked = Asked(tmp_path)
     asked.blobs.answers.clear()
     assert [asked.at_once(prompt(40, seed)) for seed in (14, 15)] == [None, None]

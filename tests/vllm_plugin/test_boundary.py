@@ -137,7 +137,7 @@ def test_whatever_the_scheduler_half_meets(
     asynchronous: bool, start: Any, stored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The same calls every time: each lookup asks the disk, and is asked for twice.
-    monkeypatch.setattr(lookups, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(lookups, "_LOOKUP_WAIT_SECONDS", 0)
     extra = {"fresh_seconds": 0, "lookup_seconds": 60}
     injection = Injection(
         OURS, ["kvx_core", "kvx_core.connector.policy", "kvx_adapters"], FALLBACKS

@@ -306,7 +306,7 @@ def test_a_step_without_a_forward_pass_gives_way_to_loads(
 
     filled(tmp_path)
     worker = Worker(Directory(tmp_path))
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(module, "_IDLE_STEP_SECONDS", 60)
     worker.half.load(StepPlan(is_idle=True))  # nothing to wait for
     worker.load([4, 2, 6], 0, 40, worker.store.lookup(TOKENS), wait=False)
     worker.half.load(StepPlan(is_idle=True))
