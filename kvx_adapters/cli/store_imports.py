@@ -27,7 +27,7 @@ from kvx_core.stores.kinds import Spaces
 from kvx_core.stores.marks import Marks
 from kvx_core.stores.names import is_key
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
-from kvx_core.stores.superseded import StaleEntries
+from kvx_core.stores.stale_entries import StaleEntries
 
 _FILES = 64  # that are written together
 _MOST_BYTES = 4 << 30  # of a snapshot, which is in memory when it is stored

@@ -119,7 +119,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
         self._weights = weights_of_process()
         if self._store is not None:
             api.logger.info(self._settings.told(self._model.fingerprint, self._store.chunk_tokens))
-            if warning := self._settings.warned():
+            if warning := self._settings.limit_warning():
                 api.logger.warning(warning)
             self._policy = _Policy(
                 Scoped(self._store),
@@ -282,7 +282,7 @@ class KVXConnectorScheduler(api.KvCacheConnectorScheduler):  # type: ignore[misc
     def _promise_of(self, store: PrefixStore, read: _Read) -> _Promise | None:
         model, settings, start = self._model, self._settings, read.start
         block_size, heads = model.tokens_per_block, (0, model.total_kv_heads)
-        read.walk.go_on(store.finder)
+        read.walk.resume(store.finder)
         for error in store.index.take_failures():
             self._boundary.caught(
                 error, "did not read what a prompt may begin with", "", "lookup_failures"

@@ -84,7 +84,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.info("%s", self._settings.told(stores.fingerprint, stores.chunk_tokens))
                 if said := stores.said_of_layers:
                     logger.info("%s", said)
-                if warning := self._settings.warned():
+                if warning := self._settings.limit_warning():
                     logger.warning("%s", warning)
 
     def _new_scheduler(self, hybrid: bool, window: int) -> SchedulerHalf:

@@ -184,7 +184,7 @@ class Lookups:
         walk = store.walk(chain, num_tokens, at_least)
         begun = time.monotonic()
         with suppress(NotCached):
-            walk.go_on(store.known, lambda: time.monotonic() - begun > _OWN_SECONDS)
+            walk.resume(store.known, lambda: time.monotonic() - begun > _OWN_SECONDS)
         if not walk.is_over and self._workers.stuck_seconds() > self.seconds:
             return NOTHING  # the store does not answer
         if walk.is_over and num_tokens <= _MOST_WALKED_TOKENS:
@@ -211,7 +211,7 @@ class Lookups:
         with self._boundary.guard("found nothing for a prompt", count="lookup_failures") as guard:
             finder = lookup.store.finder
             while not walk.is_over and not lookup.is_forgotten:
-                walk.go_on(finder, is_enough)
+                walk.resume(finder, is_enough)
         for error in lookup.store.index.take_failures():
             self._boundary.caught(
                 error, "did not read what a prompt may begin with", "", "lookup_failures"

@@ -28,9 +28,7 @@ from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
 from kvx_core.stores.token_chain import TokenChain
 
-_MOST_HASHED_TOKENS = (
-    1024  # the most tokens of a request that a step hashes if no thread has done so
-)
+_MOST_HASHED_TOKENS = 1024  # of a request, by a step, if no thread has hashed them
 _IDLE_STEP_SECONDS = 0.005  # the wait for lookups in a step without a forward pass
 
 
@@ -382,7 +380,7 @@ class Policy:
         """Has later lookups ask the disk, not memory, for the files of a match. Never raises."""
         if match is not None and self._index is not None:
             for name in match.names:
-                self._index.doubt(name)
+                self._index.mark_uncertain(name)
 
     def _load(
         self,

@@ -159,7 +159,7 @@ class StoreSettings(BaseModel):
             f"tokens, {limit}, free there: {free}"
         )
 
-    def warned(self) -> str:
+    def limit_warning(self) -> str:
         """Returns a warning for the log if the store has no limit, else ""."""
         directory = Directory(self.path.expanduser().absolute())
         with suppress(StoreError):

@@ -70,7 +70,7 @@ class Writer:
             with self._lock:
                 self._pending_bytes -= one.num_bytes
                 self._waiting.remove(one)
-            store.index.missed(one.name)
+            store.index.mark_absent(one.name)
             raise
 
     def commit(self, store: PrefixStore, snapshots: Sequence[Snapshot]) -> list[Exception | None]:
@@ -81,7 +81,8 @@ class Writer:
         for i, snapshot in enumerate(snapshots):
             try:
                 if self._is_stored(store, snapshot):
-                    store.index.doubt(store.name_of(snapshot))  # this process has not read the file
+                    # This process has not read the file.
+                    store.index.mark_uncertain(store.name_of(snapshot))
                 else:
                     missing.append(i)
             except Exception as error:
@@ -132,7 +133,7 @@ class Writer:
             if error is not None:
                 self._boundary.caught(error, "could not write to its store", "", "dropped_saves")
                 with self._boundary.guard("does not know what is stored"):
-                    store.index.missed(one.name)
+                    store.index.mark_absent(one.name)
 
     def _count_used(self, store: PrefixStore) -> None:
         """Counts the files deleted to make room since the last call, and the files of the store."""

@@ -79,7 +79,7 @@ def bound_gather(cache: CacheDesc, options: GatherOptions, stream: abi.Stream = 
     """Binds gather_kv to all but its tensors: (key, value, table, lens) -> 0, a status, or less
     than 0.
 
-    A caller passes a result other than 0 to `rest_of_gather`.
+    A caller passes a result other than 0 to `run_described_gather`.
     Raises InvalidArgumentError.
     """
     held = require_cache(cache, options)
@@ -123,7 +123,7 @@ def run_described_write(
     _check(status)
 
 
-def rest_of_gather(
+def run_described_gather(
     status: int,
     call: bound.Call,
     cache: CacheDesc,
@@ -163,7 +163,7 @@ def rest_of_gather(
         if status == -bound.SIZES:
             _check_counts(key, block_table, max_seq_len)
         elif status < 0 and left | -status != left:
-            return rest_of_gather(
+            return run_described_gather(
                 -(left | -status),
                 call,
                 cache,

@@ -27,7 +27,7 @@ from kvx_core.types import Layout, Transfer
 
 Ranges = npt.NDArray[np.void]
 
-# dtype of the array that one_end returns
+# dtype of the array that end_ranges returns
 END_RANGE = np.dtype(
     [("plane", "u4"), ("reserved", "u4"), ("offset", "u8"), ("address", "u8"), ("bytes", "u8")]
 )
@@ -35,7 +35,7 @@ END_RANGE = np.dtype(
 _NOWHERE, _PLANE = 1 << 60, 1 << 50
 
 
-def one_end(
+def end_ranges(
     end: CacheView | CacheSpan,
     seq_lens: SeqLens | TensorLike | Sequence[int],
     *,
@@ -61,15 +61,15 @@ def one_end(
         raise InvalidArgumentError(f"chunk_tokens is {chunk}, expected 1 or more")
     if span.view.planes:
         raise UnsupportedError(
-            f"end has {len(span.view.planes)} planes beside K and V, which one_end does not list. "
-            "List them with Plan.ranges against a view that describes the other end"
+            f"end has {len(span.view.planes)} planes beside K and V, which end_ranges does not "
+            "list. List them with Plan.ranges against a view that describes the other end"
         )
     for i, layer in enumerate(span.view.layers):
         for kind, tensor in layer.tensors.items():
             if tensor.dtype.format.affine:
                 raise UnsupportedError(
                     f"layers[{i}].{kind} is {tensor.dtype.name}, whose scales and zero points "
-                    "one_end does not list. List them with Plan.ranges against a view that "
+                    "end_ranges does not list. List them with Plan.ranges against a view that "
                     "describes the other end"
                 )
     view = replace(span.view, k_scales=None, v_scales=None)
@@ -90,7 +90,7 @@ def one_end(
     table = np.where(columns < per_row[:, None], (ends - per_row)[:, None] + columns, -1)
     num_chunks = max(int(per_row.sum()), 1)
     layers = [
-        _nowhere(layer, num_heads, num_chunks, chunk, 2 * index)
+        _virtual_cache(layer, num_heads, num_chunks, chunk, 2 * index)
         for index, layer in enumerate(view.layers)
     ]
     nowhere = CacheSpan(CacheView(tuple(layers), view.facts), BlockTable.of(table))
@@ -138,7 +138,7 @@ def cut(ranges: Ranges, cut_bytes: int) -> Ranges:
     return pieces
 
 
-def _nowhere(
+def _virtual_cache(
     layer: CacheDesc, num_heads: int | None, num_chunks: int, chunk: int, plane: int
 ) -> CacheDesc:
     heads = layer.num_kv_heads if num_heads is None else num_heads

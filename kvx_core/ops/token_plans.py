@@ -24,7 +24,7 @@ from kvx_core.ops.calls import (
     gather_like,
     gather_sizes,
     require_cache,
-    rest_of_gather,
+    run_described_gather,
     run_described_write,
     token_desc,
     write_like,
@@ -191,13 +191,13 @@ class GatherPlan(_TokenPlan):
         self._call = bound_gather(cache, self._options, self._stream)
         self._like, self._handle = (key, value), None
         nothing = key, value, (), ()
-        rest_of_gather(_ALL_LEFT, self._call, cache, self._options, self._stream, *nothing)
+        run_described_gather(_ALL_LEFT, self._call, cache, self._options, self._stream, *nothing)
 
     def __call__(self, key: Any, value: Any, block_table: Any, seq_lens: Any) -> None:
         """gather_kv(cache, block_table, seq_lens, out=(key, value)). Raises as gather_kv."""
         status = self._call(key, value, block_table, seq_lens)
         if status:
-            rest_of_gather(
+            run_described_gather(
                 status,
                 self._call,
                 self._cache,

@@ -23,7 +23,7 @@ from kvx_core.ops.calls import (
     bound_gather,
     bound_write,
     cached_call,
-    rest_of_gather,
+    run_described_gather,
     run_described_write,
 )
 from kvx_core.ops.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
@@ -174,7 +174,7 @@ def _gather(
         status = call(key, value, block_table, seq_lens, stream)
     if status:
         tensors = key, value, block_table, seq_lens
-        rest_of_gather(status, call, cache, options, stream, *tensors, max_seq_len)
+        run_described_gather(status, call, cache, options, stream, *tensors, max_seq_len)
 
 
 def _gather_into_new(

@@ -16,7 +16,7 @@ from kvx_core.stores.entries import Entries
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.marks import Mark
 from kvx_core.stores.names import entry_name, key_of
-from kvx_core.stores.superseded import StaleEntries
+from kvx_core.stores.stale_entries import StaleEntries
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Commits:
 
     entries: Entries
     kinds: Kinds
-    superseded: StaleEntries
+    stale_entries: StaleEntries
     chunk_tokens: int
 
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
@@ -63,7 +63,7 @@ class Commits:
             if is_new:
                 self._mark(snapshot, kinds[i])
             stored.append(sizes[name] if is_new else 0)
-        self.superseded.drop()
+        self.stale_entries.drop()
         return stored
 
     def _replaced(self, name: str, kind: Kind, num_tokens: int, write: Write) -> Put:
@@ -90,7 +90,7 @@ class Commits:
                 return
         shorter = marks.publish(space, own.parent, own.ids, step)
         if shorter is not None:
-            self.superseded.found(space, shorter, own, step)
+            self.stale_entries.found(space, shorter, own, step)
 
 
 def name_in(space: str, snapshot: Snapshot) -> str:

@@ -44,7 +44,7 @@ class Entries:
                 return self.is_there(name)
             fetch, secrets = self.blobs.fetch, self.secrets
             if not is_chunk(fetch, kind, secrets, name=name, key=key, num_tokens=num_tokens):
-                self.index.missed(name)
+                self.index.mark_absent(name)
                 return False
         except CorruptError:
             self.discard(name)
@@ -61,9 +61,9 @@ class Entries:
         """True if the file exists. Marks it as used now. Raises StoreError."""
         found = self.blobs.is_there(name)
         if found:
-            self.index.saw(name)
+            self.index.mark_present(name)
         else:
-            self.index.missed(name)
+            self.index.mark_absent(name)
         return found
 
     def has_other_keys(self, name: str, kind: Kind, num_tokens: int) -> bool:
@@ -123,7 +123,7 @@ class Entries:
             self.discard(name)
             raise
         if found is None:
-            self.index.missed(name)
+            self.index.mark_absent(name)
             raise StoreError(f"{name} is not in the store (any more)")
         if found.header.start != file.start:
             raise StoreError(

@@ -45,7 +45,7 @@ class Index:
 
     # ---- updates ----
 
-    def saw(self, name: str) -> None:
+    def mark_present(self, name: str) -> None:
         """Notes that a file existed just now."""
         with self._lock:
             self._saw(name)
@@ -66,8 +66,8 @@ class Index:
                 self._absent.pop(name, None)
 
     def expect(self, name: str) -> None:
-        """Notes that this process is about to write a file. The caller then calls `wrote`, `missed`
-        or `doubt`.
+        """Notes that this process is about to write a file. The caller then calls `wrote`,
+        `mark_absent` or `mark_uncertain`.
         """
         with self._lock:
             _remember(self._held, name, None)
@@ -76,7 +76,7 @@ class Index:
         """Notes that this process has just stored a file."""
         self.held(name)
 
-    def missed(self, name: str) -> None:
+    def mark_absent(self, name: str) -> None:
         """Notes that a file was missing just now, or was not good."""
         with self._lock:
             self._forget(name)
@@ -85,7 +85,7 @@ class Index:
 
     def corrupt(self, name: str) -> None:
         """Notes that a file was corrupt just now, and counts it. The caller deletes it."""
-        self.missed(name)
+        self.mark_absent(name)
         with self._lock:
             self._num_corrupt += 1
 
@@ -111,7 +111,7 @@ class Index:
             self._failures.clear()
         return failures
 
-    def doubt(self, name: str) -> None:
+    def mark_uncertain(self, name: str) -> None:
         """Forgets whether a file exists: it may be missing or bad."""
         with self._lock:
             self._forget(name)

@@ -52,7 +52,7 @@ from kvx_core.stores.names import Ids, entry_name, key_of
 from kvx_core.stores.own_kinds import OwnKinds
 from kvx_core.stores.rooms import Rooms
 from kvx_core.stores.space import SpaceRecord, salt_digest
-from kvx_core.stores.superseded import StaleEntries
+from kvx_core.stores.stale_entries import StaleEntries
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.usage import Used
 from kvx_core.stores.walk import Walk
@@ -146,7 +146,7 @@ class PrefixStore:
         spaces, index = self._spaces, Index()
         marks = Marks(blobs, self._secrets, index, spaces.ids, states=spaces.states)
         self._entries = Entries(blobs, self._secrets, marks, index)
-        self._superseded = StaleEntries(blobs, marks, index)
+        self._stale_entries = StaleEntries(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
         self._own_kinds = OwnKinds(self.format, self._secrets, own, self._carried)
         self._requested, self._otherwise = chunk_tokens, new_chunk_tokens
@@ -273,7 +273,7 @@ class PrefixStore:
         Raises InvalidArgumentError if `tokens` are not integers.
         """
         walk = self.walk(self.chain_of(tokens), len(tokens))
-        walk.go_on(self.finder)
+        walk.resume(self.finder)
         walk.check_rest(self.finder)
         return walk.match
 
@@ -432,7 +432,7 @@ class PrefixStore:
         On a disk of this machine they are synced together, in a fraction of the time. All files are
         open at once: more than 64 are no quicker.
         """
-        commits = Commits(self._entries, self._kinds, self._superseded, self.chunk_tokens)
+        commits = Commits(self._entries, self._kinds, self._stale_entries, self.chunk_tokens)
         return commits.commit_all(snapshots)
 
     @property

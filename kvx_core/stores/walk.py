@@ -61,7 +61,7 @@ class Walk:
         spans = tuple(self._spans[:count])
         return Match(spans[-1].stop if spans else 0, spans)
 
-    def go_on(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
+    def resume(self, finder: Finder, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Walks on to the end, or until `is_enough` returns True after a chunk.
 
         Raises what the finder raises: NotCached if the finder asks memory alone. The walk can then

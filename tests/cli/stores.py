@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from typer.testing import CliRunner, Result
 
@@ -122,8 +121,3 @@ def two_models(path: Path) -> Path:
     save(prefix_store(path, salt="tenant"), 3)
     save(prefix_store(path, "b"), 4)
     return path
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return two_models(tmp_path / "store")

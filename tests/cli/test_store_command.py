@@ -50,8 +50,14 @@ from tests.cli.stores import (
     save,
     section,
     totals,
+    two_models,
 )
 from tests.native import ROOT
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return two_models(tmp_path / "store")
 
 
 def marks(path: Path) -> list[Path]:

@@ -107,7 +107,7 @@ def test_a_new_store_has_a_limit(tmp_path: Path) -> None:
     assert 0.4 * free < limit < 0.6 * free
     assert json.loads((tmp_path / "store/kvx-store.json").read_text())["max_bytes"] == limit
     assert f", at most {limit / 1e9:.1f} GB, " in first.told("a" * 64, 128)
-    assert first.warned() == ""
+    assert first.limit_warning() == ""
 
     _, directory = opened(tmp_path / "store")
     assert directory.max_bytes == limit
@@ -129,8 +129,8 @@ def test_a_store_that_was_made_without_a_limit_has_none(tmp_path: Path) -> None:
     assert directory.max_bytes is None
     assert (tmp_path / "kvx-store.json").read_text() == text
     assert ", no limit, " in settings.told("a" * 64, 128)
-    assert settings.warned().endswith("Set `max_bytes`, such as '50GB'")
-    assert opened(tmp_path, max_bytes="5GB")[0].warned() == ""
+    assert settings.limit_warning().endswith("Set `max_bytes`, such as '50GB'")
+    assert opened(tmp_path, max_bytes="5GB")[0].limit_warning() == ""
 
 
 @pytest.fixture

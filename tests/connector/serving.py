@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import pytest
 
 from kvx_core import Directory, PrefixStore
 from kvx_core._c.os_files import OpenFile
-from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import Precision
-from tests.connector.toy_connector import ToyConnector
 from tests.connector.toy_engine import HEADS, LAYERS, VOCAB, Engine
 
 Serve = Callable[..., Engine]
@@ -26,23 +23,6 @@ F32 = Precision.of("float32")
 def prompt(num_tokens: int, seed: int) -> list[int]:
     found: list[int] = np.random.default_rng(seed).integers(0, VOCAB, num_tokens).tolist()
     return found
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Starts engines on one store; settings: of the connector."""
-    connectors: list[ToyConnector] = []
-
-    def start(store: Any = None, **settings: Any) -> Engine:
-        engine = Engine()
-        path = StoreSettings(path=tmp_path / "store", **{"min_tokens": 4, **settings})
-        engine.connector = ToyConnector(engine, path, store)
-        connectors.append(engine.connector)
-        return engine
-
-    yield start
-    for connector in connectors:
-        connector.shutdown()
 
 
 def written(engine: Engine) -> None:

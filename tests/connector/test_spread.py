@@ -13,11 +13,9 @@ from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.settings import Scoped
 from kvx_core.connector.spread import SaveBudget
-from tests.connector.serving import Serve, alone, prompt, serve, store_in, written
+from tests.connector.serving import Serve, alone, prompt, store_in, written
 from tests.connector.test_lookups import Frozen
 from tests.connector.toy_engine import Request
-
-__all__ = ["serve"]  # a fixture
 
 CHUNK = 16
 

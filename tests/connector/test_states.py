@@ -108,7 +108,7 @@ def test_states_are_saved_where_a_save_ends(ranks: int, tmp_path: Path) -> None:
     kinds = [kind.id for kind in store.kinds.states.all]
     for name in [name for name in tokens if name.split(".")[1] in kinds]:
         blobs.delete(name)
-        store.index.missed(name)
+        store.index.mark_absent(name)
     assert hits(59) == 20
     for each in workers:
         each.save(32, 40)  # its tokens are there

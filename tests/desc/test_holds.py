@@ -21,7 +21,7 @@ from kvx_core import (
     migrate,
     verify,
 )
-from kvx_core.ops.end_ranges import one_end
+from kvx_core.ops.end_ranges import end_ranges
 from kvx_core.ops.live import LiveMigration
 from kvx_core.snapshot import Section, Snapshot
 
@@ -47,7 +47,9 @@ def says(end: str, held: str, sequence: int, last: int) -> str:
 
 
 @pytest.mark.parametrize("counted", ["src", "dst"])
-@pytest.mark.parametrize("call", ["migrate", "plan", "plan_later", "ranges", "verify", "one_end"])
+@pytest.mark.parametrize(
+    "call", ["migrate", "plan", "plan_later", "ranges", "verify", "end_ranges"]
+)
 def test_more_than_an_end_holds_is_refused(call: str, counted: str) -> None:
     """Nothing is written; as many as it holds move, once the engine has gone on as well."""
     counts = [7, 12, 7]
@@ -67,13 +69,13 @@ def test_more_than_an_end_holds_is_refused(call: str, counted: str) -> None:
             return Plan.migrate(src, dst).ranges(lens)
         if call == "verify":
             return verify(src, dst, lens)
-        return one_end(src if counted == "src" else dst, lens)
+        return end_ranges(src if counted == "src" else dst, lens)
 
     for lens, row in ([8, 8, 7], 0), ([7, 12, 8], 2):
         with pytest.raises(OutOfRangeError) as raised:
             run(lens)
         assert str(raised.value).endswith(
-            says("src" if call == "one_end" else counted, "7 tokens", row, 8)
+            says("src" if call == "end_ranges" else counted, "7 tokens", row, 8)
         )
         assert torch.equal(target, before)
     run([7, 12, 7])

@@ -1,4 +1,4 @@
-"""Plans of caches on a device, and one_end of them: the kernels run on the CPU."""
+"""Plans of caches on a device, and end_ranges of them: the kernels run on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from kvx_core import *
-from kvx_core.ops.end_ranges import cut, cut_of, one_end
+from kvx_core.ops.end_ranges import cut, cut_of, end_ranges
 
 seed, is_full = int(sys.argv[1]), os.environ.get("HOSTGRID_FULL") == "1"
 torch.manual_seed(seed)
@@ -58,8 +58,8 @@ migrate(
 )
 src, dst = view(nhd, "BLOCK_NHD", moved), view(hnd, "BLOCK_HND", moved)
 
-# one_end: the host lists both ends from tables of its own, and the lists match.
-ends = [one_end(v.at(t), lens) for v, t in ((src, src_table), (dst, dst_table))]
+# end_ranges: the host lists both ends from tables of its own, and the lists match.
+ends = [end_ranges(v.at(t), lens) for v, t in ((src, src_table), (dst, dst_table))]
 size = math.gcd(*map(cut_of, ends))
 from_, to = (cut(ranges, size) for ranges in ends)
 assert len(from_) and np.array_equal(from_["offset"], to["offset"])
@@ -70,9 +70,9 @@ for a, b in zip(from_, to):
 assert all(torch.equal(a, b) for a, b in zip(hnd, expected))
 refuses(
     "end.block_table.memory is DEVICE, expected HOST, where the host reads them to list ranges",
-    one_end, src.at(moved(BlockTable.of(src_table))), lens,
+    end_ranges, src.at(moved(BlockTable.of(src_table))), lens,
 )
-refuses("seq_lens.memory is DEVICE", one_end, src.at(src_table), moved(SeqLens.of(lens)))
+refuses("seq_lens.memory is DEVICE", end_ranges, src.at(src_table), moved(SeqLens.of(lens)))
 
 # A migration: its runs take what lies on the device, its ranges what the host can read.
 for tensor, old in zip(hnd, before):

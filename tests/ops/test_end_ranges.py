@@ -1,4 +1,4 @@
-"""one_end: both machines list their memory, and the lists match. Spec: E.13"""
+"""end_ranges: both machines list their memory, and the lists match. Spec: E.13"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvx_core import BlockTable, CacheDesc, CacheFacts, CacheView, InvalidArgumentError, describe
-from kvx_core.ops.end_ranges import END_RANGE, cut, cut_of, one_end
+from kvx_core.ops.end_ranges import END_RANGE, cut, cut_of, end_ranges
 from kvx_core.types import Layout
 from tests.ops.planned import assert_equal, expect, filled, two_caches, view_of
 
@@ -26,7 +26,7 @@ def test_lists_of_two_machines_match(seed: int, chunk_tokens: int) -> None:
     src, dst, src_view, dst_view = two_caches(seed)
     expected = expect(src, dst, SRC_TABLE, DST_TABLE, LENGTHS)
     ends = [
-        one_end(view.at(table), LENGTHS, chunk_tokens=chunk_tokens)
+        end_ranges(view.at(table), LENGTHS, chunk_tokens=chunk_tokens)
         for view, table in ((src_view, SRC_TABLE), (dst_view, DST_TABLE))
     ]
     size = math.gcd(*map(cut_of, ends))
@@ -43,7 +43,7 @@ def test_lists_of_two_machines_match(seed: int, chunk_tokens: int) -> None:
 def test_blocks_are_whole_ranges(layout: Layout, chunk_tokens: int) -> None:
     shape = (9, 4, 3, 16) if layout is Layout.BLOCK_NHD else (9, 3, 4, 16)
     k, v = filled(shape, 1), filled(shape, 2)
-    ranges = one_end(view_of([k, v], layout).at([[7, 2, 3]]), [12], chunk_tokens=chunk_tokens)
+    ranges = end_ranges(view_of([k, v], layout).at([[7, 2, 3]]), [12], chunk_tokens=chunk_tokens)
     block = 4 * 3 * 16 * 2
     assert ranges.dtype == END_RANGE
     assert [tuple(int(n) for n in r) for r in ranges] == [
@@ -58,20 +58,20 @@ def test_null_blocks_heads_and_no_v() -> None:
     k = filled((9, 4, 3, 16), 1)
     view = CacheView((CacheDesc.from_kv(describe(k, Layout.BLOCK_NHD)),), CacheFacts())
     span = view.at(BlockTable.packed([[-1, 2]]).with_holes(), head_start=1)
-    ranges = one_end(span, [6], num_heads=2)
+    ranges = end_ranges(span, [6], num_heads=2)
     vectors = 2 * 16 * 2
     assert [tuple(int(n) for n in r) for r in ranges] == [
         (0, 0, token * vectors, k[2, token - 4, 1].data_ptr(), vectors) for token in (4, 5)
     ]
-    assert len(one_end(view.at([[1]]), [0])) == 0
+    assert len(end_ranges(view.at([[1]]), [0])) == 0
 
 
 def test_refusals() -> None:
     _, _, src_view, _ = two_caches(1)
     span = src_view.at([[1]])
     with pytest.raises(InvalidArgumentError, match=r"^chunk_tokens is 0, expected 1 or more$"):
-        one_end(span, [3], chunk_tokens=0)
-    ranges = one_end(span, [3])
+        end_ranges(span, [3], chunk_tokens=0)
+    ranges = end_ranges(span, [3])
     with pytest.raises(InvalidArgumentError, match=r"^cut_bytes is 64, expected a divisor of 288"):
         cut(ranges, 64)
     for wrong in (0, -1):

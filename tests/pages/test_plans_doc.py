@@ -11,7 +11,7 @@ import torch
 
 import kvx_core
 from kvx_core import CacheDesc, CacheFacts, CacheView, Plan, describe
-from kvx_core.ops.end_ranges import cut, cut_of, one_end
+from kvx_core.ops.end_ranges import cut, cut_of, end_ranges
 from kvx_core.types import Layout
 from tests.documents import Document
 
@@ -75,7 +75,7 @@ def views() -> tuple[CacheView, CacheView]:
 def test_python_examples(capsys: object) -> None:
     src, dst = views()
     names: dict[str, Any] = {"src": src, "dst": dst, "kvx_core": kvx_core, "math": math}
-    names |= {"one_end": one_end, "cut": cut, "cut_of": cut_of, "Plan": Plan}
+    names |= {"end_ranges": end_ranges, "cut": cut, "cut_of": cut_of, "Plan": Plan}
     stored = [torch.zeros(3, 4, 2, 8) for _ in range(2)]
     key, value = torch.randn(2, 6, 2, 8)
     names |= {"cache": CacheDesc.from_kv(*(describe(t, Layout.BLOCK_NHD) for t in stored))}

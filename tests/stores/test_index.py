@@ -12,8 +12,8 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_NAMES", 100)
     index = Index()
     for i in range(300):
-        index.saw(f"file {i}")
-        index.missed(f"other {i}")
+        index.mark_present(f"file {i}")
+        index.mark_absent(f"other {i}")
         index.found_good(f"good {i}")
         index.held(f"held {i}")
     for known in (index._files, index._absent, index._good, index._held):

@@ -23,7 +23,7 @@ from kvx_core.stores.blob_store import BlobStore, Write
 from kvx_core.stores.index import Index, NotCached
 from kvx_core.stores.marks import KnownMarks, Mark, Marks, mark_bytes, most_bytes, parse_mark
 from kvx_core.stores.names import Ids, entry_name, key_of, mark_name, rung_of, rungs
-from kvx_core.stores.superseded import StaleEntries
+from kvx_core.stores.stale_entries import StaleEntries
 from tests.prompts import CHUNK, SHAPES, Best, Draw, Prompts, small_edits
 from tests.stores_memory import InMemory
 
@@ -87,7 +87,7 @@ class Node:
         self.clock, self.index = Clock(), Index()
         secrets = Secrets() if secrets is None else secrets
         self.marks = Marks(self.blobs, secrets, self.index, self.kinds, self.clock)
-        self.superseded = StaleEntries(self.blobs, self.marks, self.index, 30.0, self.clock)
+        self.stale_entries = StaleEntries(self.blobs, self.marks, self.index, 30.0, self.clock)
 
     def kinds(self, space: str, *, lists: bool = False) -> list[str]:
         assert space == SPACE
@@ -108,8 +108,8 @@ class Node:
         self.store(ids)
         shorter = self.publish(ids)
         if shorter is not None:
-            self.superseded.found(SPACE, shorter, Mark(SPACE, ids), CHUNK)
-        self.superseded.drop()
+            self.stale_entries.found(SPACE, shorter, Mark(SPACE, ids), CHUNK)
+        self.stale_entries.drop()
 
     def found(self, ids: Ids) -> list[tuple[int, list[int]]]:
         found = self.marks.candidates(SPACE, SPACE, ids, CHUNK)
@@ -469,13 +469,13 @@ def test_a_conversation_keeps_its_longest_end() -> None:
         node.save(prompt(range(length)))
         node.later(10)
     assert lengths(node) == [9, 12, 15]
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node) == [9, 12, 15]
     node.later(11)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node) == [12, 15]
     node.later(10)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node) == [15]
     assert node.found(prompt(range(12)))[0] == (12, [*range(15)])
 
@@ -493,7 +493,7 @@ def test_nothing_goes_before_all_ranks_have_written() -> None:
     assert node.held() == [(0, 20), (16, 20)]
     assert lengths(node, KIND, OTHER_KIND) == [9, 9, 20, 20]
     node.later(31)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node, KIND, OTHER_KIND) == [20, 20]
 
 
@@ -504,7 +504,7 @@ def test_what_a_rank_has_not_written_yet_is_looked_for_again() -> None:
     node.save(prompt(range(12)))
     node.store(prompt(range(9)), OTHER_KIND)
     node.later(31)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node, KIND, OTHER_KIND) == [9, 9, 12]
 
 
@@ -514,7 +514,7 @@ def test_all_kinds_go_together() -> None:
         node.store(prompt(range(length)), OTHER_KIND)
         node.save(prompt(range(length)))
     node.later(31)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node, KIND, OTHER_KIND) == [12, 12]
 
 
@@ -524,7 +524,7 @@ def test_a_longer_entry_that_has_gone_costs_nothing() -> None:
     node.save(prompt(range(12)))
     node.blobs.delete(entry_name(SPACE, key_of(SPACE, prompt(range(12))), KIND))
     node.later(31)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node) == [9]
 
 
@@ -534,7 +534,7 @@ def test_a_longer_entry_gets_its_mark_again_before_the_shorter_one_goes() -> Non
     node.save(prompt(range(12)))
     node.blobs.delete(mark_name(SPACE, rung_of(SPACE, prompt())))
     node.later(31)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node) == [12]
     assert node.held() == [(0, 12)]
 
@@ -550,15 +550,15 @@ def test_a_store_that_may_only_be_read() -> None:
     node.save(prompt(range(9)))
     node.save(prompt(range(12)))
     node.later(31)
-    node.superseded.drop()
+    node.stale_entries.drop()
     assert lengths(node) == [9, 12]
 
 
 def test_what_is_remembered_is_bounded() -> None:
     node = Node()
     for i in range(5000):
-        node.superseded.found(SPACE, Mark(SPACE, prompt(i)), Mark(SPACE, prompt(i, i)), CHUNK)
-    assert len(node.superseded._found) == 4096
+        node.stale_entries.found(SPACE, Mark(SPACE, prompt(i)), Mark(SPACE, prompt(i, i)), CHUNK)
+    assert len(node.stale_entries._found) == 4096
 
 
 # ---- what memory knows ----
@@ -717,7 +717,7 @@ def test_two_writers_that_replace_the_same_mark() -> None:
     assert one.found(prompt(range(40), 2))[0][0] == 40
     for node in (one, other):
         node.later(31)
-        node.superseded.drop()
+        node.stale_entries.drop()
     assert one.held() == [(0, 41), (16, 41)]
     assert one.found(prompt(range(40), 2))[0][0] == 41
     assert lengths(one) == []
@@ -734,10 +734,10 @@ def loss_of(draw: Draw, seed: int, count: int, queries: int) -> list[int]:
         node.store(ids)
         shorter = node.publish(ids)
         if shorter is not None:
-            node.superseded.found(SPACE, shorter, Mark(SPACE, ids), CHUNK)
+            node.stale_entries.found(SPACE, shorter, Mark(SPACE, ids), CHUNK)
         if i % 100 == 0:
             node.later(10)
-            node.superseded.drop()
+            node.stale_entries.drop()
     node.index.fresh_seconds = 0
     best, losses = Best(entries), []
     for _ in range(queries):

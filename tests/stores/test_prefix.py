@@ -260,7 +260,7 @@ def test_two_threads_that_see_a_store_for_the_first_time(when: str) -> None:
 
     def from_memory() -> None:
         with pytest.raises(NotCached):  # else nothing would be there
-            store.walk(store.chain_of(range(20)), 20).go_on(store.known)
+            store.walk(store.chain_of(range(20)), 20).resume(store.known)
         done.append(when)
 
     def from_the_disk() -> None:

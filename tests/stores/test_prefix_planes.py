@@ -127,7 +127,7 @@ def test_a_longer_entry_is_as_good_where_it_has_planes(tmp_path: Path) -> None:
         store = store_in(tmp_path / str(state), source.planes(state=state))
         for stop in (8, 12):
             save_entry(store, source, 0, stop, state=state)
-        assert bool(store._superseded._found) is not state
+        assert bool(store._stale_entries._found) is not state
         for stop in (8, 12):
             assert store.lookup(TOKENS[:stop]).num_tokens == stop
 

@@ -80,7 +80,7 @@ def test_hits_are_those_of_a_dict(seed: int, chunk: int) -> None:
     for prompt, _ in zip(prompts(seed), range(35), strict=False):
         reader = store_of(blobs, chunk, windows=None)
         walk = reader.walk(reader.chain_of(prompt), len(prompt))
-        walk.go_on(reader.finder)
+        walk.resume(reader.finder)
         match, stop = walk.match, walk.num_found
         has = [p for p in range(1, stop + 1) if tuple(prompt[:p]) in states]
         rungs = {i * chunk // RUNGS for i in range(RUNGS)}
@@ -155,13 +155,13 @@ def test_memory_answers_as_the_disk(seed: int) -> None:
     store = store_of(blobs)
     walk = store.walk(chain := store.chain_of(prompt), len(prompt))
     with pytest.raises(NotCached):
-        walk.go_on(store.known)
-    walk.go_on(store.finder)
+        walk.resume(store.known)
+    walk.resume(store.finder)
     store.index.fresh_seconds = 3600.0
     assert (match := store.lookup(prompt)) == walk.match
     opened = blobs.num_opened
     again = store.walk(chain, len(prompt))
-    again.go_on(store.known)
+    again.resume(store.known)
     assert again.is_over
     assert (again.match, blobs.num_opened) == (match, opened)
     assert match.states
@@ -178,11 +178,11 @@ def test_a_walk_stops_and_goes_on_between_states() -> None:
     steps = 0
     while not walk.is_over:
         assert walk.match == Match(0, ())  # of which nothing is known yet
-        walk.go_on(store.finder, lambda: True)
+        walk.resume(store.finder, lambda: True)
         steps += 1
     assert (walk.match.num_tokens, steps) == (16, 7 + 7)
     at_least = store.walk(store.chain_of(prompt), len(prompt), 17)
-    at_least.go_on(store.finder)
+    at_least.resume(store.finder)
     assert at_least.match.num_tokens == 0
 
 
@@ -231,7 +231,7 @@ def test_what_a_lookup_asks_for_is_bounded() -> None:
     blobs.num_asked = 0
     walk = store.walk(chain, len(prompt))
     walk.has_states = False
-    walk.go_on(store.finder)
+    walk.resume(store.finder)
     assert (walk.match.num_tokens, of_tokens := blobs.num_asked) == (len(prompt), num_chunks)
     writer.commit(state)
     store.kinds.refresh()
@@ -315,7 +315,7 @@ def test_a_longer_entry_takes_no_state_with_it() -> None:
     for has_state in (False, True):
         blobs, prompt = InMemory(), [*range(40)]
         store = store_of(blobs, windows=None)
-        store._superseded._seconds = 0.0
+        store._stale_entries._seconds = 0.0
         for stop in (21, 27, 31):  # a conversation that grows
             save_tokens(store, prompt[:stop])
             if has_state:
@@ -354,8 +354,8 @@ def test_a_state_that_comes_late_is_marked() -> None:
     save_state(store, prompt[:21])
     for _ in range(2):
         assert store_of(blobs, chunk, windows=None).lookup(prompt).num_tokens == 21
-        store._superseded._clock = lambda: 1e12
-        store._superseded.drop()
+        store._stale_entries._clock = lambda: 1e12
+        store._stale_entries.drop()
 
 
 def test_a_state_holds_no_rung_without_its_tokens() -> None:
@@ -372,7 +372,7 @@ def test_a_state_holds_no_rung_without_its_tokens() -> None:
         save_tokens(store, other)
         found = store_of(blobs, windows=None)
         walk = found.walk(found.chain_of([*other, 5]), 18)
-        walk.go_on(found.finder)
+        walk.resume(found.finder)
         assert walk.num_found == (16 if has_tokens else 17)
 
 

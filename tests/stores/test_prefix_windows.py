@@ -170,13 +170,13 @@ def test_memory_answers_as_the_disk(seed: int) -> None:
     store = store_of(blobs, WINDOWS)
     walk = store.walk(chain := store.chain_of(TOKENS), STOP)
     with pytest.raises(NotCached):
-        walk.go_on(store.known)
+        walk.resume(store.known)
     match = store.lookup(TOKENS)
     store.index.fresh_seconds = 3600.0
     store.lookup(TOKENS)
     opened = blobs.num_opened
     again = store.walk(chain, STOP)
-    again.go_on(store.known)
+    again.resume(store.known)
     assert (again.match, blobs.num_opened) == (match, opened)
 
 

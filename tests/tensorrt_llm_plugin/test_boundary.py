@@ -69,7 +69,7 @@ def test_a_lookup_that_raises_is_logged_once(serve: Factory, trtllm: ModuleType)
     tokens = prompt(100, seed=42)
 
     class Broken(Walk):
-        def go_on(self, *_: object) -> None:
+        def resume(self, *_: object) -> None:
             None.dtype  # type: ignore[attr-defined]  # noqa: B018
 
     salted = engine.scheduler._store.salted

@@ -11,7 +11,7 @@ import torch
 
 from kvx_core import Directory, PrefixStore
 from kvx_core.snapshot import Precision, StoreError
-from kvx_core.stores.superseded import StaleEntries
+from kvx_core.stores.stale_entries import StaleEntries
 from tests.stores.engine import HEADS, Engine, save, store_in
 
 
@@ -34,7 +34,7 @@ def timed(store: PrefixStore, clock: Clock) -> PrefixStore:
     """The store, whose longer entries and marks have the test's clock."""
     marks = store._entries.marks
     marks._taken._clock = clock
-    store._superseded = StaleEntries(store._blobs, marks, store.index, 30.0, clock)
+    store._stale_entries = StaleEntries(store._blobs, marks, store.index, 30.0, clock)
     return store
 
 
@@ -53,7 +53,7 @@ def lengths(root: Path) -> list[int]:
 
 def later(store: PrefixStore, clock: Clock, seconds: float = 31) -> None:
     clock.now += seconds
-    store._superseded.drop()
+    store._stale_entries.drop()
 
 
 def test_a_conversation_keeps_its_longest_end(tmp_path: Path, clock: Clock) -> None:

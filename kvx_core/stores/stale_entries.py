@@ -86,4 +86,4 @@ class StaleEntries:
         for kind in self._marks.kinds_of(space, shorter):
             name = entry_name(space, shorter.key, kind)
             self._blobs.delete(name)
-            self._index.missed(name)
+            self._index.mark_absent(name)
