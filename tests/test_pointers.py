@@ -189,3 +189,13 @@ def test_rows_without_a_block_do_not_say_how_many_planes_there_are() -> None:
     ):
         BlockTable.pointers([[], []])
     assert BlockTable.pointers([]).seq_count == 0
+
+
+def test_tokens_without_a_whole_block_are_not_passed_over() -> None:
+    block = torch.zeros(2, 4)
+    with pytest.raises(
+        InvalidArgumentError, match="blocks has 1 rows without a block, expected at"
+    ):
+        BlockTable.whole_blocks([[]], block)
+    assert BlockTable.whole_blocks([], block).seq_count == 0
+    assert BlockTable.whole_blocks([[block], []], block).seq_count == 2

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <new>
 
 #include "cpython.h"
@@ -142,8 +143,9 @@ class ListReader {
  public:
   ListReader(const Types &types, Lent *lent) : types_(types), lent_(*lent) {}
 
-  // (count,) of integers, or of rows of these, which are padded with -1 to the longest. As in
-  // int64_array and padded of kvx_core. False for what it cannot read.
+  // (count,) of integers, or of rows of these, which are padded with -1 to the longest; if all are
+  // empty, with NO_BLOCK to a column. As in int64_array and padded of kvx_core. False for what it
+  // cannot read.
   bool read(PyObject *object, int32_t ndim, Indices *indices) const {
     const Items items = of(object);
     if (!items.is_sequence || items.size > UINT32_MAX) return false;
@@ -160,12 +162,14 @@ class ListReader {
   }
 
   bool read_table(const Items &rows, Indices *indices) const {
-    Py_ssize_t width = 1;
+    Py_ssize_t longest = 0;
     for (Py_ssize_t i = 0; i < rows.size; ++i) {
       const Items row = of(rows[i]);
       if (!row.is_sequence) return false;
-      width = std::max(width, row.size);
+      longest = std::max(longest, row.size);
     }
+    const Py_ssize_t width = std::max(longest, Py_ssize_t{1});
+    const int64_t padding = longest ? -1 : std::numeric_limits<int64_t>::max();
     const auto count = static_cast<uint64_t>(rows.size) * static_cast<uint64_t>(width);
     if (width > UINT32_MAX || count > UINT32_MAX) return false;
     int64_t *const numbers = lent_.numbers(count);
@@ -174,7 +178,7 @@ class ListReader {
       const Items row = of(rows[i]);
       int64_t *const begin = numbers + i * width;
       if (!convert(row, begin)) return false;
-      std::fill(begin + row.size, begin + width, int64_t{-1});
+      std::fill(begin + row.size, begin + width, padding);
     }
     *indices = {
         KVX_DTYPE_S64, {static_cast<uint32_t>(rows.size), static_cast<uint32_t>(width)}, numbers};

@@ -27,6 +27,7 @@ from kvx_core.formats import INDICES
 from kvx_core.types import DType, Memory
 
 # The structs of kvx_abi.h, with their sizes first.
+NO_BLOCK = 2**63 - 1  # an id that no cache has: where an id must be and the caller gave none
 INDEX: dict[int, DType] = {DType.S32: DType.S32, DType.S64: DType.S64}  # by their numbers
 TABLE, SLOTS, LENS = Struct("@I3i3IxxxxQQ3Ixxxx"), Struct("@IiIqQ"), Struct("@IiIQ")
 _T = TypeVar("_T")
@@ -75,7 +76,11 @@ def table_dtype(name: str, given: object) -> DType:
 
 
 def padded(name: str, rows: object) -> Numbers:
-    """A list of rows as a table, padded with -1 to the longest."""
+    """A list of rows as a table, padded with -1 to the longest.
+
+    A table has a column at least (spec 5.1). That of rows without a block is NO_BLOCK: null blocks
+    would pass over tokens that the caller has given no place.
+    """
     expected = "a tensor of 2 axes, or a list with a list of block ids per sequence"
     if type(rows) is list and len(rows) == 1 and type(rows[0]) is list and rows[0]:
         return own(
@@ -87,8 +92,8 @@ def padded(name: str, rows: object) -> Numbers:
         is_row = isinstance(row, Sequence) or (is_tensor(row) and getattr(row, "ndim", 0) == 1)
         if not is_row or isinstance(row, (str, bytes)):
             raise bad_argument(f"{name}[{i}]", row, f"a list of block ids: {expected}")
-    width = max(1, 1, *map(len, rows))
-    table = np.full((len(rows), width), -1, np.int64)
+    width = max(0, 0, *map(len, rows))
+    table = np.full((len(rows), max(width, 1)), -1 if width else NO_BLOCK, np.int64)
     for i, row in enumerate(rows):
         table[i, : len(row)] = int64_array(f"{name}[{i}]", row)
     return own(table)

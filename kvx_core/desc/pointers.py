@@ -141,7 +141,16 @@ def _strided(tensor: Borrowed) -> str:
 
 
 def addresses_of_blocks(rows: Sequence[Sequence[TensorLike | int | None]]) -> Numbers:
-    """Whole blocks given one by one as (seq_count, max_blocks_per_seq) addresses."""
+    """Whole blocks given one by one as (seq_count, max_blocks_per_seq) addresses.
+
+    Raises InvalidArgumentError.
+    """
+    if len(rows) and not any(map(len, rows)):
+        raise InvalidArgumentError(
+            f"blocks has {len(rows)} rows without a block, expected at least one block in all: "
+            "null blocks would pass over tokens that were given no place. Leave sequences without "
+            "tokens out, or give an array of zeros, (seq_count, 1)"
+        )
     table = np.zeros((len(rows), max(1, *map(len, rows), 1)), np.uint64)
     for i, row in enumerate(rows):
         table[i, : len(row)] = [address_of(f"block_table[{i}]", block) for block in row]

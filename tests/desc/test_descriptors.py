@@ -281,6 +281,8 @@ def test_packed_table_of_lists_is_padded_with_null() -> None:
 def test_packed_table_of_nothing(rows: list[list[int]]) -> None:
     table = BlockTable.packed(rows)
     assert (table.seq_count, table.max_blocks_per_seq) == (len(rows), 1)
+    as_arrays = BlockTable.packed([np.array(row, np.int64) for row in rows])
+    assert table.owner.tolist() == as_arrays.owner.tolist() == [[2**63 - 1]] * len(rows)
 
 
 def test_ragged_table() -> None:

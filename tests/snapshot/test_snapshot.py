@@ -11,6 +11,7 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,23 @@ def test_a_table_that_is_too_short_is_refused() -> None:
         capture(small(), [3, 1], 9)
     with pytest.raises(OutOfRangeError, match="holds 4 tokens, expected at least 5"):
         Snapshot.capture(range(5), [section_of(small(), (0, 1))])
+
+
+@pytest.mark.parametrize("row", [[], (), np.empty(0, np.int64)], ids=["list", "tuple", "array"])
+@pytest.mark.parametrize("new", [BlockTable.packed, BlockTable.ring])
+def test_tokens_without_a_block_are_not_passed_over(
+    tmp_path: Path, row: Any, new: Callable[..., BlockTable]
+) -> None:
+    """Not of a block's tokens either, which would fit into the one column of the table."""
+    dst, snapshot = small(2), capture(small(), [3, 1, 2], 12)
+    section, before = section_of(dst, (0, 1), new([row])), dst.clone()
+    for one, stop in product((snapshot, reopened(snapshot, tmp_path / "file")), (1, 4, 5)):
+        with pytest.raises(OutOfRangeError):
+            one.restore(section, 0, stop)
+        with pytest.raises(OutOfRangeError):
+            Snapshot.capture(range(stop), [section])
+        assert one.restore(section, 0, 0) == 0
+    assert_same_bytes(dst, before)
 
 
 @pytest.mark.parametrize("span", [(2, 1), (7, 6), (8, 8), (-1, -1), (0, 8), (1.0, 2), ("0", 2)])
