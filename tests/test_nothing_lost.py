@@ -394,6 +394,18 @@ def test_keys_of_an_exact_table_are_all_rotated() -> None:
     assert torch.equal(kv, before)
 
 
+def test_keys_of_no_tokens_are_rotated() -> None:
+    """A step without tokens is none to refuse; its wrong arguments are."""
+    kv, view = a_cache(1)
+    before, inv_freq = kv.clone(), [1.0] * (DIM // 2)
+    for span in (view.at([[], []]), view.at([[5], [6]]), view.at(slots=[])):
+        rotate_keys(span, [0, 0], [17], inv_freq)
+    for lengths, table in (([-1, 0], [[5], [6]]), ([0, 0], BlockTable.ragged([5], [0, 1, 1]))):
+        with pytest.raises((InvalidArgumentError, OutOfRangeError)):
+            rotate_keys(view.at(table), lengths, [17], inv_freq)
+    assert torch.equal(kv, before)
+
+
 @pytest.mark.parametrize("length", [10**9, 10**13, 2**62])
 @pytest.mark.parametrize("dense", [False, True])
 def test_lengths_that_no_memory_holds_are_out_of_range(length: int, dense: bool) -> None:

@@ -122,6 +122,8 @@ def _check_places(span: CacheSpan, layer: int, lengths: npt.NDArray[np.int64]) -
     lens = SeqLens.of(lengths)
     find_tokens(whole, lens)  # refuses lengths that the table has no places for
     num_tokens = int(np.maximum(lengths, 0).sum())
+    if not num_tokens:
+        return
     keys = np.empty((1, num_tokens, heads, cache.head_dim), np.float32)  # never touched
     copy = CacheView((CacheDesc.from_kv(describe(keys, Layout.BLOCK_NHD)),), CacheFacts())
     src = copy.at(slots=np.arange(num_tokens))
