@@ -133,7 +133,9 @@ def block_table(kv_indptr: Tensor, kv_indices: Tensor) -> BlockTable:
             "kv_indices"
         )
     width = int(counts.max()) if len(counts) else 0
-    table = torch.full((len(counts), max(width, 1)), -1, dtype=ids.dtype, device=ids.device)
+    shape = len(counts), max(width, 1)  # at least a column (spec 7.1), here of ids that no pool has
+    none = -1 if width else torch.iinfo(ids.dtype).max
+    table = torch.full(shape, none, dtype=ids.dtype, device=ids.device)
     held = torch.arange(table.shape[1])[None] < counts[:, None]
     table[held.to(ids.device)] = ids[:total]
     return BlockTable.packed(table)

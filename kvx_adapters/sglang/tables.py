@@ -99,8 +99,10 @@ def block_table(
     page, counts = integer("page_size", page_size, 1), numbers("lengths", lengths)
     ids = _page_ids(req_to_token, req_pool_indices, counts, page)
     rows = torch.split(ids, counts)
-    width = max([1, *(-(-count // page) for count in counts)])  # at least a column (spec 7.1)
-    table = torch.full((len(counts), width), -1, dtype=torch.int32, device=req_to_token.device)
+    width = max((-(-count // page) for count in counts), default=0)
+    shape = len(counts), max(width, 1)  # at least a column (spec 7.1), here of ids that no pool has
+    none = -1 if width else torch.iinfo(torch.int32).max
+    table = torch.full(shape, none, dtype=torch.int32, device=req_to_token.device)
     for row, of_tokens in zip(table, rows, strict=True):
         blocks = of_tokens[::page]
         row[: len(blocks)] = blocks

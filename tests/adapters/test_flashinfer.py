@@ -80,6 +80,16 @@ def test_there_and_back() -> None:
     assert fi.seq_lens(empty[0], empty[2], PAGE).to_numpy().tolist() == []
 
 
+def test_tokens_of_requests_without_pages_are_not_passed_over() -> None:
+    """As null blocks, which restores and loads pass over, and tables with holes."""
+    table = fi.block_table(ints(0, 0), INDICES).with_holes()
+    layer = CacheDesc.from_kv(*(describe(t, "BLOCK_NHD") for t in torch.ones(2, 10, PAGE, 1, 4)))
+    view = CacheView((layer,), CacheFacts())
+    migrate(view.at([[1]]), view.at(table), [0], same_model=True)
+    with pytest.raises(OutOfRangeError, match="expected below num_blocks 10"):
+        migrate(view.at([[1]]), view.at(table), [1], same_model=True)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_pages_taken_for_a_ragged_table_are_refused(exact: bool) -> None:
     """It has an entry per token, and these have one per page."""

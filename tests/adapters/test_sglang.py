@@ -366,6 +366,16 @@ def test_to_transformers_and_back(seed: int) -> None:
 # ---- refusals ----
 
 
+def test_tokens_of_a_request_without_pages_are_not_passed_over() -> None:
+    """As null blocks, which restores and loads pass over, and tables with holes."""
+    requests = Requests([20], page=16, pages=7, seed=0)
+    none = sglang.block_table(requests.table, requests.rows, [0], page_size=16).with_holes()
+    src, dst = view_of(mha()).at(slots=requests.all_slots[:1]), view_of(mha()).at(none)
+    migrate(src.view.at(slots=requests.all_slots[:0]), dst, [0])
+    with pytest.raises(OutOfRangeError, match="expected below num_blocks"):
+        migrate(src, dst, [1])
+
+
 def test_a_pool_that_has_freed_its_buffers_is_refused() -> None:
     pool, dst = mha(), mha()
     slots = torch.arange(16, 20)
