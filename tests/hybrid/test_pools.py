@@ -235,13 +235,20 @@ def test_a_reset_empties_one_slot(attn: str, dtype: torch.dtype) -> None:
             assert torch.equal(same, before[name][slot].reshape(-1).view(torch.uint8)), name
 
 
-def test_an_absent_token_has_no_weight() -> None:
-    """-1e9 beside a score is weight 0; alone it gives no NaN; in float16 it would be infinite."""
-    scores = torch.tensor([[-1e9, 2.0], [-1e9, -1e9]])
-    weights = torch.softmax(scores, dim=1)
-    assert weights[0].tolist() == [0.0, 1.0]
-    assert weights[1].tolist() == [0.5, 0.5]
-    assert bool(torch.isinf(torch.tensor(-1e9).half()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["tail_zb", "idx_zb"])
+def test_an_absent_token_has_no_weight(name: str, dtype: torch.dtype) -> None:
+    """A new slot's scores beside a low one have weight 0; alone they have equal weights, not NaN.
+    In float16 they would be infinite, and NaN alone.
+    """
+    absent = StateCache(schema("CSA"), 1, tail_dtype=dtype).tensors[name].reshape(-1)
+    low = torch.tensor([-30_000.0], dtype=dtype)
+    beside = torch.softmax(torch.cat((absent, low)).float(), dim=0)
+    assert beside[-1] == 1
+    assert not beside[:-1].any()
+    alone = torch.softmax(absent.float(), dim=0)
+    assert torch.equal(alone, torch.full_like(alone, 1 / len(alone)))
+    assert absent.half().isinf().all()
 
 
 @pytest.mark.parametrize(
