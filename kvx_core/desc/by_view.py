@@ -30,14 +30,10 @@ class ByView(Generic[K, V]):
         if found is not None and found[0]() is view:
             return found[1]
         number, dicts = id(view), self._dicts  # the callback does not keep `self`
-        of_view = ref(view, lambda gone: _drop(dicts, number, gone)), dict[K, V]()
-        return dicts.setdefault(number, of_view)[1]
 
+        def drop(gone: ref[CacheView]) -> None:
+            kept = dicts.get(number)
+            if kept is not None and kept[0] is gone:  # else a new view has this id by now
+                del dicts[number]
 
-def _drop(
-    dicts: dict[int, tuple[ref[CacheView], dict[K, V]]], number: int, gone: ref[CacheView]
-) -> None:
-    """Drops the dict of a view that is gone, unless a new view has its id and dict by now."""
-    found = dicts.get(number)
-    if found is not None and found[0] is gone:
-        del dicts[number]
+        return dicts.setdefault(number, (ref(view, drop), dict[K, V]()))[1]

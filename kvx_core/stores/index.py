@@ -39,6 +39,7 @@ class Index:
         self._absent: OrderedDict[str, float] = OrderedDict()  # time when each file was missing
         self._good: OrderedDict[str, None] = OrderedDict()  # content agrees with the name
         self._held: OrderedDict[str, None] = OrderedDict()  # see `held`
+        self._expected = set[str]()  # files in _held that are being written
         self._doubted: dict[str, None] = {}  # files in _held to ask the disk about
         self._num_corrupt = 0
         self._failures: deque[StoreError] = deque(maxlen=_MAX_FAILURES)
@@ -64,6 +65,7 @@ class Index:
                 _remember(self._files, name, now)
                 _remember(self._held, name, None)
                 self._absent.pop(name, None)
+            self._expected.difference_update(names)
 
     def expect(self, name: str) -> None:
         """Notes that this process is about to write a file. The caller then calls `wrote`,
@@ -71,6 +73,7 @@ class Index:
         """
         with self._lock:
             _remember(self._held, name, None)
+            self._expected.add(name)
 
     def wrote(self, name: str) -> None:
         """Notes that this process has just stored a file."""
@@ -136,6 +139,8 @@ class Index:
         Other processes may have deleted the file: see `take_doubted`.
         """
         with self._lock:
+            if name in self._expected:  # the disk does not have it yet
+                return True
             if name not in self._held:
                 return False
             if not self._is_fresh(self._files.get(name, float("-inf"))):
@@ -180,6 +185,7 @@ class Index:
     def _forget(self, name: str) -> None:
         self._files.pop(name, None)
         self._held.pop(name, None)
+        self._expected.discard(name)
         self._absent.pop(name, None)
 
 

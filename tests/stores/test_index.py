@@ -20,3 +20,20 @@ def test_an_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(known) <= 100
     assert index.is_held("held 299")
     assert not index.is_there("other 299")
+
+
+def test_a_file_that_is_being_written_is_not_asked_for() -> None:
+    """The disk does not have it yet: asked now, it would say that the file is to be saved again."""
+    index = Index()
+    index.expect("file")
+    assert index.is_held("file")
+    assert not index.has_doubted
+    index.wrote("file")
+    assert index.is_held("file")
+    assert not index.has_doubted
+    index.expect("other")
+    index.mark_absent("other")  # it could not be written
+    assert not index.is_held("other")
+    index.expect("other")
+    index.mark_uncertain("other")
+    assert not index.is_held("other")
