@@ -70,17 +70,24 @@ __device__ __forceinline__ bool is_slot(int32_t slot, uint32_t num_slots) {
   return slot >= 0 && static_cast<uint32_t>(slot) < num_slots;
 }
 
-// The token's row of its ring, -1: a later token of the call has it. With kOneEach an atomic
-// addition gives it, and has advanced the head.
+// With kOneEach an atomic addition gives the first thread the head of the token's ring, and
+// advances it. It is on its way until place_of.
 template <bool kOneEach>
-__device__ __forceinline__ int64_t place_of(const kvx_hybrid_append_t &a, uint32_t i,
-                                            int32_t slot) {
+__device__ __forceinline__ uint32_t taken_head(const kvx_hybrid_append_t &a, int32_t slot) {
+  if (!kOneEach || threadIdx.x) return 0;
+  return static_cast<uint32_t>(atomicAdd(a.head + slot, 1));
+}
+
+// The token's row of its ring, -1: a later token of the call has it.
+template <bool kOneEach>
+__device__ __forceinline__ int64_t place_of(const kvx_hybrid_append_t &a, uint32_t i, int32_t slot,
+                                            uint32_t taken) {
   uint32_t head;
   if constexpr (kOneEach) {
-    uint32_t &taken = head_of_block();
-    if (threadIdx.x == 0) taken = static_cast<uint32_t>(atomicAdd(a.head + slot, 1));
+    uint32_t &of_block = head_of_block();
+    if (threadIdx.x == 0) of_block = taken;
     __syncthreads();
-    head = taken;
+    head = of_block;
   } else {
     const Order order = order_of(a, i);
     if (order.later >= a.window) return -1;
@@ -100,9 +107,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                                 a.rope_dim);
   const int64_t position = position_of(a.positions, a.position_bytes, i);
   if (!is_slot(slot, a.num_slots)) return;
-  const int64_t place = place_of<kOneEach>(a, i, slot);
-  if (place < 0) return;
+  const uint32_t taken = taken_head<kOneEach>(a, slot);
   const float scale = a.inv_scale ? row.scale(largest_of_warps()) : 1.0f;
+  const int64_t place = place_of<kOneEach>(a, i, slot, taken);
+  if (place < 0) return;
   row.store(a.fp8 + place * a.nope_dim, static_cast<uint16_t *>(a.rope) + place * a.rope_dim,
             scale);
   if (threadIdx.x) return;

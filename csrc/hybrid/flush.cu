@@ -1,4 +1,4 @@
-// Entries into blocks, and tails after a flush: a block of threads per row.
+// Entries into blocks, and tails after a flush: a block of threads per row, and one for its key.
 #include <algorithm>
 
 #include "hybrid/blocks.cuh"
@@ -14,37 +14,59 @@ __device__ __forceinline__ OfWarps &largest_of_warps() {
   return of_warps;
 }
 
+// The index key of a row. Its first numbers are on their way while the entry is looked up.
+template <class Format>
+class Key {
+ public:
+  __device__ __forceinline__ explicit Key(const kvx_hybrid_flush_t &f)
+      : key_(static_cast<const typename Format::Bits *>(f.index_key) +
+             uint64_t{blockIdx.x} * f.key_dim),
+        dim_(f.key_dim),
+        first_(load(threadIdx.x)) {}
+
+  // Number `d`, which the caller's thread has as threadIdx.x + i * kThreads; 0 past the end.
+  __device__ __forceinline__ float operator[](uint32_t d) const {
+    return d < kThreads ? first_ : load(d);
+  }
+
+ private:
+  __device__ __forceinline__ float load(uint32_t d) const {
+    return d < dim_ ? Format::decode(key_[d]) : 0.0f;
+  }
+
+  const typename Format::Bits *key_;
+  uint32_t dim_;
+  float first_;
+};
+
 // One scale for the numbers of all threads.
 template <class Format>
-__device__ __forceinline__ void write_fp8_key(const kvx_hybrid_flush_t &f, uint64_t row,
+__device__ __forceinline__ void write_fp8_key(const kvx_hybrid_flush_t &f, const Key<Format> &key,
                                               uint64_t entry, OfWarps &of_warps) {
-  const auto *const key = static_cast<const typename Format::Bits *>(f.index_key) + row * f.key_dim;
   uint8_t *const codes = f.key_codes + entry * f.key_dim;
   int32_t most = 0;
   for (uint32_t d = threadIdx.x; d < f.key_dim; d += kThreads)
-    most = largest_magnitude(most, Format::decode(key[d]));
-  __syncthreads();  // every thread has read what of_warps had for the entry
+    most = largest_magnitude(most, key[d]);
   const uint8_t exponent = page_exponent(largest_of_block(most, of_warps));
   const float inverse = page_inverse(exponent);
   for (uint32_t d = threadIdx.x; d < f.key_dim; d += kThreads)
-    codes[d] = E4m3::encode(Format::decode(key[d]) * inverse);
+    codes[d] = E4m3::encode(key[d] * inverse);
   if (threadIdx.x == 0) reinterpret_cast<float *>(f.key_scales)[entry] = E8m0::decode(exponent);
 }
 
 // A thread per number, and shuffles among those of a group.
 template <class Format>
-__device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, uint64_t row,
+__device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, const Key<Format> &key,
                                               uint64_t entry) {
   const bool is_nv = f.keys == KVX_HYBRID_NVFP4;
   const uint32_t group = is_nv ? 16 : 32;
   const kvx_dtype_t scale_dtype = is_nv ? KVX_DTYPE_F8_E4M3 : KVX_DTYPE_F8_E8M0;
   const Fp4 with(1.0f);
-  const auto *const key = static_cast<const typename Format::Bits *>(f.index_key) + row * f.key_dim;
   uint8_t *const codes = f.key_codes + entry * (f.key_dim / 2);
   uint8_t *const scales = f.key_scales + entry * (f.key_dim / group);
   for (uint32_t first = 0; first < f.key_dim; first += kThreads) {
     const uint32_t d = first + threadIdx.x;
-    const float x = d < f.key_dim ? Format::decode(key[d]) : 0.0f;
+    const float x = key[d];
     int32_t most = largest_magnitude(0, x);
     for (uint32_t step = group / 2; step; step /= 2)
       most = max(most, __shfl_xor_sync(kAllLanes, most, step));
@@ -57,9 +79,20 @@ __device__ __forceinline__ void write_fp4_key(const kvx_hybrid_flush_t &f, uint6
   }
 }
 
-template <class Format, uint32_t kNumbers, bool kKeys>
+template <class Format>
+__device__ __forceinline__ void write_key(const kvx_hybrid_flush_t &f) {
+  const Key<Format> key(f);
+  const int64_t entry = entry_of_row(f, blockIdx.x);
+  if (entry < 0) return;
+  if (f.keys == KVX_HYBRID_FP8) {
+    write_fp8_key(f, key, static_cast<uint64_t>(entry), largest_of_warps());
+  } else {
+    write_fp4_key(f, key, static_cast<uint64_t>(entry));
+  }
+}
+
+template <class Format, uint32_t kNumbers>
 __device__ __forceinline__ void write_entry(const kvx_hybrid_flush_t &f) {
-  begin_dependent();
   const uint64_t dim = uint64_t{f.nope_dim} + f.rope_dim, row = blockIdx.x;
   const Row<Format, kNumbers> numbers(
       static_cast<const typename Format::Bits *>(f.entry) + row * dim, f.nope_dim, f.rope_dim);
@@ -69,25 +102,24 @@ __device__ __forceinline__ void write_entry(const kvx_hybrid_flush_t &f) {
   numbers.store(f.fp8 + entry * f.nope_dim, static_cast<uint16_t *>(f.rope) + entry * f.rope_dim,
                 scale);
   if (f.inv_scale && threadIdx.x == 0) f.inv_scale[entry] = scale;
-  if constexpr (kKeys) {
-    if (f.keys == KVX_HYBRID_FP8) {
-      write_fp8_key<Format>(f, row, static_cast<uint64_t>(entry), largest_of_warps());
-    } else {
-      write_fp4_key<Format>(f, row, static_cast<uint64_t>(entry));
-    }
-  }
 }
 
 template <class Format, uint32_t kNumbers>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     flush_write_csa_kernel(const __grid_constant__ kvx_hybrid_flush_t f) {
-  write_entry<Format, kNumbers, true>(f);
+  begin_dependent();
+  if (blockIdx.y) {
+    write_key<Format>(f);
+  } else {
+    write_entry<Format, kNumbers>(f);
+  }
 }
 
 template <class Format, uint32_t kNumbers>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     flush_write_hca_kernel(const __grid_constant__ kvx_hybrid_flush_t f) {
-  write_entry<Format, kNumbers, false>(f);
+  begin_dependent();
+  write_entry<Format, kNumbers>(f);
 }
 
 // The vectors of a tail, -1: the row is skipped.
@@ -134,7 +166,7 @@ void launch_flush(const kvx_hybrid_flush_t &f, cudaStream_t stream) {
     KVX_LAUNCH_DEPENDENT((flush_write_hca_kernel<Format, kNumbers>), dim3(f.num_rows),
                          dim3(kThreads), stream, f);
   } else {
-    KVX_LAUNCH_DEPENDENT((flush_write_csa_kernel<Format, kNumbers>), dim3(f.num_rows),
+    KVX_LAUNCH_DEPENDENT((flush_write_csa_kernel<Format, kNumbers>), dim3(f.num_rows, 2),
                          dim3(kThreads), stream, f);
   }
 }
