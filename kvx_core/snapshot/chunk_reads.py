@@ -6,6 +6,7 @@ Format: docs/store_format.md, "Entries".
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -39,9 +40,27 @@ class ToRead(NamedTuple):
     place: int  # offset of the file's data in the memory that is read into
 
 
-class ChunkRun(Sequence[Snapshot]):
-    """Snapshots of good files, made when they are asked for: many files are copied together, and
-    then the first snapshot says enough.
+class LazySnapshots(Sequence[Snapshot]):
+    """Snapshots that are made when they are asked for: many are copied together, and then the first
+    of them says enough.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _make(self, number: int) -> Snapshot: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Snapshot: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Snapshot]: ...
+    def __getitem__(self, index: int | slice) -> Snapshot | list[Snapshot]:
+        numbers = range(len(self))[index]
+        return self._make(numbers) if isinstance(numbers, int) else list(map(self._make, numbers))
+
+
+class ChunkRun(LazySnapshots):
+    """Snapshots of good files.
 
     The files are of one kind and have as many tokens. If there are several, `can_join` is true for
     their snapshots.
@@ -62,15 +81,8 @@ class ChunkRun(Sequence[Snapshot]):
     def __len__(self) -> int:
         return self.num_files
 
-    @overload
-    def __getitem__(self, index: int) -> Snapshot: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Snapshot]: ...
-    def __getitem__(self, index: int | slice) -> Snapshot | list[Snapshot]:
+    def _make(self, number: int) -> Snapshot:
         """Raises CorruptError if a scale in the file is invalid."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(self.num_files)[index]]
-        number = range(self.num_files)[index]
         room, at, memory = self._into
         name, _, wanted, start, place = self._files[number]
         size = _head_bytes(wanted)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, repeat
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from kvx_core.snapshot import (
     restore_all,
 )
 from kvx_core.snapshot.chunk_file import Wanted
-from kvx_core.snapshot.chunk_reads import ToRead
+from kvx_core.snapshot.chunk_reads import LazySnapshots, ToRead
 from kvx_core.snapshot.contents import Header
 from kvx_core.snapshot.file_layout import MOST_FILES
 from kvx_core.snapshot.kind import Kind
@@ -228,11 +228,8 @@ class _Batch(NamedTuple):
     job: Job[_Part, list[Sequence[Snapshot] | StoreError]]
 
 
-class _Waiting(Sequence[Snapshot]):
-    """Snapshots of a room that are going to be copied together: each a run, and its number in it.
-
-    They are made when they are asked for.
-    """
+class _Waiting(LazySnapshots):
+    """Snapshots of a room that are going to be copied together: each by its run and number."""
 
     def __init__(self) -> None:
         self.of = list[tuple[Sequence[Snapshot], int]]()
@@ -240,15 +237,9 @@ class _Waiting(Sequence[Snapshot]):
     def __len__(self) -> int:
         return len(self.of)
 
-    @overload
-    def __getitem__(self, index: int) -> Snapshot: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Snapshot]: ...
-    def __getitem__(self, index: int | slice) -> Snapshot | list[Snapshot]:
-        if isinstance(index, slice):
-            return [run[i] for run, i in self.of[index]]
-        run, number = self.of[index]
-        return run[number]
+    def _make(self, number: int) -> Snapshot:
+        run, of_run = self.of[number]
+        return run[of_run]
 
     def is_next(self, run: Sequence[Snapshot], number: int) -> bool:
         """True if `can_join` stays true with this one behind the others."""
