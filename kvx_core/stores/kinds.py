@@ -27,7 +27,6 @@ _MOST = 256  # kinds in a space
 _MOST_BYTES = 16 << 20  # of records of kinds in all spaces; parsed, they take ten times as much
 _SHARED_BYTES = 1 << 16  # spaces share parsed records of at most this size
 _REFUSED_SECONDS = 1.0  # before a kind that cannot be taken is read again
-_WRITTEN_SECONDS = 1.0  # before `ensure` asks again for records that it wrote
 
 
 class Kinds:
@@ -69,7 +68,6 @@ class Kinds:
         self.tokens = Cover(record.kv_heads, reach, demand)
         self.states = Cover(record.state_heads, reach, demand, is_states=True)
         self._listed = float("-inf")
-        self._written: dict[str, float] = {}  # by id: when the records of own kinds were last seen
 
     # ---- for lookups ----
 
@@ -150,9 +148,6 @@ class Kinds:
 
         Raises StoreError.
         """
-        seen = self._written.get(kind.id)
-        if seen is not None and self._clock() - seen < _WRITTEN_SECONDS:
-            return
         for name, raw in (
             (space_record(self.record.name), self.record.text),
             (kind_name(self.record.name, kind.id), kind.text),
@@ -163,7 +158,6 @@ class Kinds:
             self._put(name, raw)
         if self._about:  # it needs no MAC: the space's record has its digest
             self._put(model_record(self.record.name), self._about)
-        self._written[kind.id] = self._clock()
 
     def know(self, kind: Kind) -> None:
         """Adds a kind whose files this process is going to write."""

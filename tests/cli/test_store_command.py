@@ -50,14 +50,8 @@ from tests.cli.stores import (
     save,
     section,
     totals,
-    two_models,
 )
 from tests.native import ROOT
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return two_models(tmp_path / "store")
 
 
 def marks(path: Path) -> list[Path]:
@@ -258,7 +252,6 @@ def test_an_engine_goes_on_after_rm(path: Path) -> None:
     save(store, 5)
     kvx("rm", path, "--model", "b")
     assert listed(path, "--model", "b") == []
-    time.sleep(1.1)  # it looks for its records once a second
     save(store, 6)
     assert prefix_store(path, "b").lookup(prompt_of(6)).num_tokens == 40
     kvx("verify", path)

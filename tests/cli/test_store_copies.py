@@ -37,13 +37,7 @@ from tests.cli.stores import (
     prompt_of,
     save,
     section,
-    two_models,
 )
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return two_models(tmp_path / "store")
 
 
 def snapshots(folder: Path) -> list[Snapshot]:
