@@ -1,13 +1,14 @@
-"""A long prompt of a small model, brought to a disk: chunks of a store beside plain files.
+"""Long prompts, brought to a disk: chunks of a store beside plain files.
 
-131,072 tokens, 4 layers, 2 heads x 128, bfloat16: 1,024 chunks of 128 tokens, which have been
-captured. A connector's two threads write them, 128 at a time, each time until they are on the disk.
+512 MiB of bfloat16 in chunks of 128 tokens, which have been captured: 1,024 of a small model (4
+layers, 2 heads x 128), 32 of a larger one (32 layers, 8 heads x 128). A connector's two threads
+write them, 128 at a time, each time until they are on the disk.
 Beside it as many plain files of the same bytes are written, and then one sync brings them there
 (`plain`); and two threads do nothing but the calls of the file system that such a store cannot do
-without (`calls`): as many files at a time are written, synced, get their names in folders of their
-own, and are synced again. All into new folders of the file system of the current directory. No file
-is deleted before the end: for minutes after that, ext4 takes a millisecond for each new one. Run
-with `python -m benchmarks durable`.
+without (`calls`): as many files at a time are written, synced, get their names in 256 folders, each
+gets a small file beside it as its mark, and all are synced again. All into new folders of the file
+system of the current directory. No file is deleted before the end: for minutes after that, ext4
+takes a millisecond for each new one. Run with `python -m benchmarks durable`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,27 @@ from kvx_core.connector.writer import TOGETHER, Writer
 from kvx_core.snapshot import Precision
 from kvx_core.stores.beneath import sync_file_system
 
-_MODEL, _CHUNK = "4 layers, 2 heads", 128
-_PIECE = 8192  # tokens of the caches
+_TOKENS = {"4 layers, 2 heads": 131_072, "32 layers, 8 heads": 4096}
+_CHUNK = 128
+_PIECE = 2048  # tokens of the caches
+_MARK_BYTES = 1136  # of a chunk
 _GOAL = 1 / 1.3  # of the speed of plain files and one sync
 
 
 def run(rounds: int, only: str, *, quick: bool) -> list[dict[str, Any]]:
     """Measures; prints and returns the results."""
-    num_layers, num_heads, _ = MODELS[_MODEL]
-    num_tokens = 131_072 // (16 if quick else 1)
-    name = f"{num_tokens:,} tokens on the disk, {_MODEL}"
-    if only not in name:
-        return []
+    report.print_head(("plain", "calls"))
+    results = []
+    for model, tokens in _TOKENS.items():
+        num_tokens = tokens // (16 if quick else 1)
+        name = f"{num_tokens:,} tokens on the disk, {model}"
+        if only in name:
+            results += _of_model(name, model, num_tokens, rounds)
+    return results
+
+
+def _of_model(name: str, model: str, num_tokens: int, rounds: int) -> list[dict[str, Any]]:
+    num_layers, num_heads, _ = MODELS[model]
     with tempfile.TemporaryDirectory(prefix=".kvx-bench-", dir=".") as here:
         folder = Path(here)
         chunks = _chunks(num_layers, num_heads, num_tokens, folder / "chunks")
@@ -76,7 +86,6 @@ def run(rounds: int, only: str, *, quick: bool) -> list[dict[str, Any]]:
             os.sync()
 
         ways = {"kvx": commit, "plain": write, "calls": lambda into: _calls(into, memory)}
-        report.print_head(("plain", "calls"))
         return on_threads(
             name,
             {way: _into_new(folder / way, call) for way, call in ways.items()},
@@ -115,12 +124,16 @@ def _write_parts(
                 file.write(memory[i].data)
         sync_file_system(root)
         for i in part:
-            os.mkdir(into / f"{i}")
-            os.mkdir(into / f"{i}/opening")
-            os.link(into / f".tmp/{i}", into / f"{i}/opening/file")
+            folder = into / f"{i % 256:02x}"
+            folder.mkdir(exist_ok=True)
+            os.link(into / f".tmp/{i}", folder / f"{i}")
+            with (into / f".tmp/{i}.mark").open("xb", buffering=0) as file:
+                file.write(memory[i][:_MARK_BYTES].data)
+            os.link(into / f".tmp/{i}.mark", folder / f"{i}.mark")
         sync_file_system(root)
         for i in part:
             os.unlink(into / f".tmp/{i}")
+            os.unlink(into / f".tmp/{i}.mark")
 
 
 def _store(num_layers: int, num_heads: int, path: Path) -> PrefixStore:
@@ -152,7 +165,8 @@ def _is_stored(store: PrefixStore, chunk: Snapshot, num_layers: int, num_heads: 
 def _chunks(num_layers: int, num_heads: int, num_tokens: int, folder: Path) -> list[Snapshot]:
     """A prompt in chunks. Its blocks lie in the caches several times over."""
     prompt = Prompt(num_layers, num_heads, _PIECE, folder)
-    blocks = np.tile(np.random.default_rng(0).permutation(_PIECE // 16), num_tokens // _PIECE)
+    blocks = np.random.default_rng(0).permutation(_PIECE // 16)
+    blocks = np.resize(blocks, num_tokens // 16)
     section = replace(prompt.section, block_table=BlockTable.packed(blocks[None]))
     store, tokens = _store(num_layers, num_heads, folder / "store"), np.arange(num_tokens)
     run, chain = store.chunks([section], 0, num_tokens), store.chain_of(tokens)

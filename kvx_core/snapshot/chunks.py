@@ -55,6 +55,7 @@ class Chunks:
         self._format, carried = StorageFormat.of(format), precision or Precision()
         carried = carried if isinstance(carried, Precision) else tuple(carried)
         self.kind = kind
+        self._laid_out: dict[int, tuple[dict[str, Stored], int]] = {}  # by number of tokens
         self._pooled = None
         if pool is not None:
             self._pooled = pool.kind(self.sections, self._format, carried, stop - start)
@@ -82,6 +83,10 @@ class Chunks:
             lease = self._pooled.lend()
             tensors = self._pooled.of_length(num_tokens)
             return Reserved(self._parts, tensors, np.asarray(lease), lease)
-        tensors, num_bytes = laid_out(to_capture_all(self.sections, num_tokens, self._format))
+        known = self._laid_out.get(num_tokens)
+        if known is None:
+            known = laid_out(to_capture_all(self.sections, num_tokens, self._format))
+            self._laid_out[num_tokens] = known
+        tensors, num_bytes = known
         memory = host_memory(num_bytes, pinned=device_of(self.sections) is not None)
         return Reserved(self._parts, tensors, memory, None)

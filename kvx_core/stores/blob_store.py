@@ -47,9 +47,8 @@ class BlobStore(ABC):
 
         write:   takes a new unbuffered file, writes to it and may seek in it. Called again with
                  another file if the disk was full or the file was deleted meanwhile
-        durable: True: when `put` returns, the file survives any failure. False: others may see a
-                 part of the file while it is written, and a process or machine that fails may
-                 leave it with any content, or not at all
+        durable: True: when `put` returns, the file survives any failure. False: a machine that
+                 fails may leave it with any content, or not at all
         Returns True if the file was stored, False if the name existed already; in that case
         `write` may not have been called.
         Raises StoreError, and whatever `write` raises except OSError.

@@ -319,10 +319,13 @@ class Directory(BlobStore):
 
         Raises StoreError and OSError.
         """
-        if not durable:
-            return self._new.write_in_place(name, write)
         with self._new.place() as place, self._new.written(place, name, write) as written:
-            if written is None or not self._new.publish(place, written):
+            if written is None:
+                return None
+            is_new = self._new.publish(place, written, durable=durable)
+            if isinstance(is_new, OSError):  # another try would find its own file there
+                raise self._failure(name, "written", is_new)
+            if not is_new:
                 return None
             return written.num_bytes
 

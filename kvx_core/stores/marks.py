@@ -113,7 +113,7 @@ def parse_mark(
             f"to {chunk_tokens}"
         )
     check_bytes = _MAC_BYTES if signed else _CHECK_BYTES
-    expected = _size(flags, count)
+    expected = _HEAD.size + count * _ID_BYTES + check_bytes + TAG_BYTES * encrypted
     if len(raw) != expected:
         raise CorruptError(f"{name} has {len(raw)} bytes, expected {expected} of {count} tokens")
     if (signed, encrypted) != (secrets.is_keyed, secrets.is_encrypted):
@@ -146,20 +146,6 @@ def parse_mark(
     if rung not in own_rungs or (length or 0) >= count:
         raise CorruptError(f"{name} is the mark of an entry that has other rungs")
     return mark
-
-
-def _size(flags: int, count: int) -> int:
-    """Returns the size in bytes of a mark with these flags and `count` tokens."""
-    check_bytes = _MAC_BYTES if flags & _SIGNED else _CHECK_BYTES
-    return _HEAD.size + count * _ID_BYTES + check_bytes + TAG_BYTES * bool(flags & _ENCRYPTED)
-
-
-def _is_part(raw: bytes) -> bool:
-    """True if a file is only the beginning of a mark: it may be written just now."""
-    if len(raw) < _HEAD.size:
-        return raw[: len(_MAGIC)] == _MAGIC[: len(raw)]
-    magic, flags, count, *_ = _HEAD.unpack_from(raw)
-    return magic == _MAGIC and len(raw) < _size(flags, count)
 
 
 def _says(signed: bool, encrypted: bool) -> str:
@@ -353,7 +339,7 @@ class Marks:
         try:
             return self._taken.known(space, rung)
         except NotCached:
-            mark = self._read(space, rung, chunk_tokens, length, is_writer=True)
+            mark = self._read(space, rung, chunk_tokens, length)
         if mark is None or mark is _FOREIGN:
             return mark
         if not self._is_there(space, mark):
@@ -411,23 +397,13 @@ class Marks:
             return self._put(space, rung, own, self._blobs.replace)
 
     def _read(
-        self,
-        space: str,
-        rung: str,
-        chunk_tokens: int,
-        length: int | None = None,
-        *,
-        is_writer: bool = False,
+        self, space: str, rung: str, chunk_tokens: int, length: int | None = None
     ) -> Mark | None:
         """Reads a mark from the disk. Returns _FOREIGN for a mark of other keys, None if there is
         no good mark. Deletes a corrupt mark. Raises StoreError.
-
-        is_writer: True: also deletes a file that is only a part of a mark. Readers leave it, since
-                   another writer may be at work. If this deletes that writer's mark, it costs
-                   partial hits, and no more
         """
         name = mark_name(space, rung)
-        raw = mark = None
+        mark = None
         try:
             raw = self._blobs.read(name, most_bytes(chunk_tokens))
             if raw is not None:
@@ -436,11 +412,8 @@ class Marks:
             self.known.saw(space, rung, None)
             return _FOREIGN
         except CorruptError:
-            is_part = raw is not None and _is_part(raw)
-            if not is_part:
-                self._index.corrupt(name)
-            if is_writer or not is_part:
-                self._delete(space, rung)
+            self._index.corrupt(name)
+            self._delete(space, rung)
             return None
         self.known.saw(space, rung, mark)
         return mark

@@ -6,7 +6,7 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +18,12 @@ from kvx_core.stores.beneath import (
     NOTHING,
     allocated,
     make_folders,
-    make_missing,
     open_beneath,
-    set_mode,
     sync_file_system,
     sync_folder,
 )
 from kvx_core.stores.root import Root
-from kvx_core.stores.temporary import NEW, Temporaries, Temporary
+from kvx_core.stores.temporary import Temporaries, Temporary
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -95,53 +93,32 @@ class NewFiles:
                 write(file)
             yield Written(name, temporary)
 
-    def write_in_place(self, name: str, write: Callable[[BinaryIO], None]) -> int | None:
-        """Writes a file under its own name, where others may see a part of it, and syncs nothing:
-        this takes a third of the time.
-
-        Returns the file's bytes on the disk; None if the name exists already.
-        Raises OSError; StoreError if something else than a file has the name.
-        """
-        path, _, last = name.rpartition("/")
-        with self.place() as place, ExitStack() as opened:
-            folder = make_folders(place.root, path, self._folder_mode, _nothing)
-            opened.callback(close, folder)
-            try:
-                # Made with its mode: others may open it before it has all of its bytes.
-                handle = os.open(last, NEW, self._temporaries.file_mode, dir_fd=folder)
-            except FileExistsError:
-                self._is_there(place.root, name)
-                return None
-            opened.callback(close, handle)
-            try:
-                set_mode(handle, self._temporaries.file_mode)
-                with self._file(handle, name) as file:
-                    write(file)
-                return _bytes_of(handle)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(last, dir_fd=folder)
-                raise
-
     def _file(self, handle: int, name: str) -> BinaryIO:
         """Returns a file object for a handle, which stays open when the object is closed."""
         file = _NewFile(handle, "r+b", closefd=False)
         file.name = f"{self._shown}/{name}"
         return file
 
-    def publish(self, place: Place, written: Written) -> bool:
-        """Syncs a file to the disk and gives it its name; False if another writer was first.
+    def publish(self, place: Place, written: Written, *, durable: bool = True) -> bool | OSError:
+        """Gives a file its name; False if another writer was first.
 
-        Syncs the name and its folders too. Raises OSError.
+        durable: True: syncs the file, its name and its folders to the disk
+        Returns an OSError if the name may not be on the disk. Raises OSError if the file has got no
+        name.
         """
+        if not durable:
+            return self._name(place.root, written, _nothing)
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
         try:
             is_new = self._name(
                 place.root, written, lambda folder: unsynced.insert(0, os.dup(folder))
             )
-            for folder in unsynced:
-                sync_folder(folder)
+            try:
+                for folder in unsynced:
+                    sync_folder(folder)
+            except OSError as error:
+                return error
         finally:
             for folder in unsynced:
                 close(folder)
@@ -159,8 +136,7 @@ class NewFiles:
         named: list[bool | OSError | None] = []
         for written in files:
             try:
-                # Most folders of new files are new.
-                named.append(self._name(place.root, written, _nothing, make_missing))
+                named.append(self._name(place.root, written, _nothing))
             except OSError:
                 named.append(None)
         try:
@@ -185,20 +161,14 @@ class NewFiles:
             )
         return True
 
-    def _name(
-        self,
-        root: int,
-        written: Written,
-        changed: Callable[[int], None],
-        make: Callable[..., int] = make_folders,
-    ) -> bool:
+    def _name(self, root: int, written: Written, changed: Callable[[int], None]) -> bool:
         """Gives a complete file its name; False if another writer was first. Raises OSError.
 
         changed: called with a handle of each folder that has changed
         """
         path, _, last = written.name.rpartition("/")
         for tries_left in reversed(range(_TRIES)):
-            folder = make(root, path, self._folder_mode, changed)
+            folder = make_folders(root, path, self._folder_mode, changed)
             try:
                 is_new = _link(written.temporary, folder, last)
                 changed(folder)

@@ -26,7 +26,7 @@ from kvx_core._c.os_files import close
 from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
 
 _FOLDER = ".tmp"
-NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_RDWR: NFS gives an exclusive lock only on files open for writing. O_NONBLOCK: it may be a FIFO.
 _TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
@@ -101,12 +101,13 @@ class Temporaries:
         place = _place(os.fstat(folder).st_dev)
         for _ in range(_TRIES):
             name = f".{place}-{secrets.token_hex(8)}.tmp"
-            file = os.open(name, NEW, 0o600, dir_fd=folder)
+            file = os.open(name, _NEW, self.file_mode, dir_fd=folder)
             is_ours = False
             try:
-                set_mode(file, self.file_mode)
                 # Another process may have deleted it as abandoned before it was locked.
-                is_ours = _lock(file) is not False and os.fstat(file).st_nlink > 0
+                is_ours = _lock(file) is not False and (status := os.fstat(file)).st_nlink > 0
+                if is_ours and stat.S_IMODE(status.st_mode) != self.file_mode:  # by the umask
+                    set_mode(file, self.file_mode)
                 if is_ours:
                     return name, file
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import struct
 import threading
@@ -235,20 +236,10 @@ def refused(way: str, raw: bytes) -> type[StoreError]:
     node.blobs.files[NAME] = raw
     assert node.marks.read(SPACE, RUNG, CHUNK, 16) is None
     assert node.blobs.calls == [("read", NAME)]
-    is_corrupt = error.type is CorruptError and not may_be_written(raw)
+    is_corrupt = error.type is CorruptError
     assert (NAME not in node.blobs.files, node.index.num_corrupt) == (is_corrupt, is_corrupt)
     assert not node.index.take_failures()
     return error.type
-
-
-def may_be_written(raw: bytes) -> bool:
-    """Whether there are marks that begin with these bytes and go on."""
-    if len(raw) < 96:
-        return raw[:8] == b"KVXMARK3"[: len(raw)]
-    flags, count = struct.unpack_from("<II", raw, 8)
-    return raw[:8] == b"KVXMARK3" and len(raw) < (
-        96 + 8 * count + (32 if flags & 1 else 16) + (16 if flags & 2 else 0)
-    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -353,19 +344,20 @@ def test_a_store_that_cannot_be_read() -> None:
     assert failures == ["cannot be read"] * 2
 
 
-def test_a_mark_that_is_being_written() -> None:
-    """Lookups leave it where it is; another writer takes its place."""
+def test_a_mark_that_a_failing_machine_has_cut() -> None:
+    """Whoever meets it deletes it: a lookup, or a writer, which takes its place."""
     ids = prompt(range(40))
     rung = rung_of(SPACE, ids[:0])
     name, raw = mark_name(SPACE, rung), mark_bytes(Mark(SPACE, ids), Secrets())
-    for size in (0, 7, 95, 96, len(raw) - 1):
+    for size, is_read in itertools.product((0, 7, 95, 96, len(raw) - 1), (True, False)):
         node = Node()
         assert isinstance(node.blobs, Quick)
         node.blobs.files[name] = raw[:size]
-        assert node.marks.read(SPACE, rung, CHUNK, 0) is None
-        assert node.blobs.files[name] == raw[:size]
+        if is_read:
+            assert node.marks.read(SPACE, rung, CHUNK, 0) is None
+            assert name not in node.blobs.files
         assert node.publish(prompt(range(20))) is None
-        assert (node.held(), node.index.num_corrupt) == ([(0, 20)], 0)
+        assert (node.held(), node.index.num_corrupt) == ([(0, 20)], 1)
 
 
 # ---- who gets a rung ----
