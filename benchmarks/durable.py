@@ -75,6 +75,7 @@ def _of_model(name: str, model: str, num_tokens: int, rounds: int) -> list[dict[
             )
             for chunk in chunks:
                 writer.add(store, chunk)
+            writer.start()
             assert writer.threads.shutdown()
             assert counts.take()["saved_bytes"] > sum(chunk.num_bytes for chunk in chunks)
 

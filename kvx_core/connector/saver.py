@@ -147,6 +147,8 @@ class Saver:
             if save.final:
                 with self._lock:
                     self._saved.add(save.request_id)
+        with self._boundary.guard("did not save", count="dropped_saves"):
+            self._writer.start()
 
     def refuse(self, saves: Sequence[Save], reason: str) -> None:
         """Drops the saves of a step, and reports final saves as done: their blocks may be freed."""

@@ -49,6 +49,7 @@ class Writer:
         )
         self._lock = threading.Lock()  # guards the fields below
         self._waiting: list[_Waiting] = []  # oldest first
+        self._num_added = 0  # since the last `start`
         self._pending_bytes = 0
         self._used = Used()  # at the last count of evictions
 
@@ -58,19 +59,31 @@ class Writer:
         return self._pending_bytes
 
     def add(self, store: PrefixStore, snapshot: Snapshot) -> None:
-        """Has a thread write a chunk. Raises RuntimeError after a shutdown or a fork."""
+        """Adds a chunk to those that `start` has threads write."""
         one = _Waiting(store, snapshot, snapshot.num_bytes, store.name_of(snapshot))
         store.index.expect(one.name)  # no other save copies the chunk meanwhile
         with self._lock:
             self._pending_bytes += one.num_bytes
             self._waiting.append(one)
+            self._num_added += 1
+
+    def start(self) -> None:
+        """Has threads write the chunks that were added. Threads that began at once would take the
+        GIL from the copies of the same step.
+
+        Raises RuntimeError after a shutdown or a fork; the chunks are dropped.
+        """
+        with self._lock:
+            count, self._num_added = self._num_added, 0
         try:
-            self.threads.submit(self._write)
+            for _ in range(count):
+                self.threads.submit(self._write)
         except BaseException:
             with self._lock:
-                self._pending_bytes -= one.num_bytes
-                self._waiting.remove(one)
-            store.index.mark_absent(one.name)
+                dropped, self._waiting = self._waiting, []
+                self._pending_bytes -= sum(one.num_bytes for one in dropped)
+            for one in dropped:
+                one.store.index.mark_absent(one.name)
             raise
 
     def commit(self, store: PrefixStore, snapshots: Sequence[Snapshot]) -> list[Exception | None]:

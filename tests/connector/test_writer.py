@@ -70,6 +70,7 @@ class Writing:
         """The first chunk is being written while the others wait."""
         for chunk in self.chunks:
             self.writer.add(self.store, chunk)
+            self.writer.start()
             assert self.blobs.begun.wait(60)
 
     def finish(self) -> None:
@@ -144,6 +145,7 @@ def test_stores_of_other_salts_are_written_apart(writing: Writing) -> None:
     writing.add_all()
     for chunk in others:
         writing.writer.add(salted, chunk)
+    writing.writer.start()
     writing.finish()
     assert writing.blobs.calls == [1, 7, 2]
     assert all((writing.blobs.root / salted.name_of(chunk)).is_file() for chunk in others)
@@ -195,7 +197,10 @@ def test_an_error_that_nobody_expects_fails_those_of_one_call(
 def test_nothing_is_written_after_a_shutdown(writing: Writing) -> None:
     writing.blobs.go.set()
     assert writing.writer.threads.shutdown(60)
+    for chunk in writing.chunks[:3]:
+        writing.writer.add(writing.store, chunk)
+    assert writing.writer.pending_bytes > 0
     with pytest.raises(RuntimeError, match="shut down"):
-        writing.writer.add(writing.store, writing.chunks[0])
+        writing.writer.start()
     assert writing.writer.pending_bytes == 0
     assert not writing.store.index.is_held(writing.names()[0])  # memory does not take it for stored
