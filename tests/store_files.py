@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 
 from kvx_core.snapshot import Snapshot
-from kvx_core.snapshot.chunk_file import open_chunk, write_chunk
+from kvx_core.snapshot.chunk_file import chunk_parts, open_chunk
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 
@@ -98,5 +98,4 @@ def _kind(path: Path) -> Kind:
 
 
 def _write(path: Path, snapshot: Snapshot, kind: Kind) -> None:
-    with path.open("wb", buffering=0) as file:
-        write_chunk(file, snapshot, kind, Secrets())
+    path.write_bytes(b"".join(chunk_parts(snapshot, kind, Secrets())))

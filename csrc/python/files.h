@@ -22,8 +22,8 @@ constexpr uint64_t kNoSymlinks = 0x04;
 constexpr uint64_t kReadFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
 
 // A file of any sort, or minus an errno. No symbolic link is followed.
-inline int opened(int folder, const char *path) {
-  const OpenHow how = {kReadFlags, 0, kNoSymlinks};
+inline int opened(int folder, const char *path, uint64_t flags = kReadFlags) {
+  const OpenHow how = {flags, 0, kNoSymlinks};
   long handle;
   do {
     handle = syscall(kOpenat2, folder, path, &how, sizeof how);
@@ -41,23 +41,27 @@ inline int64_t size_of(int handle) {
 // Marks a file as used now, unless another user has it.
 inline void mark_as_used(int handle) { futimens(handle, nullptr); }
 
+// Drops the first `count` bytes of the parts.
+template <class Number>
+inline void advance(size_t count, iovec **parts, Number *num) {
+  for (; *num && count >= (*parts)->iov_len; ++*parts, --*num) count -= (*parts)->iov_len;
+  if (*num) {
+    (*parts)->iov_base = static_cast<char *>((*parts)->iov_base) + count;
+    (*parts)->iov_len -= count;
+  }
+}
+
 // Fills the parts from the file's begin on, as far as it goes. The number of bytes, or minus an
 // errno. Changes the parts.
 inline int64_t filled(int handle, iovec *parts, int num) {
   int64_t total = 0;
   while (num) {
-    ssize_t count = preadv(handle, parts, num, total);
+    const ssize_t count = preadv(handle, parts, num, total);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return -errno;
     if (!count) break;
     total += count;
-    for (; num && static_cast<size_t>(count) >= parts->iov_len; ++parts, --num) {
-      count -= static_cast<ssize_t>(parts->iov_len);
-    }
-    if (num) {
-      parts->iov_base = static_cast<char *>(parts->iov_base) + count;
-      parts->iov_len -= static_cast<size_t>(count);
-    }
+    advance(static_cast<size_t>(count), &parts, &num);
   }
   return total;
 }

@@ -1,4 +1,4 @@
-"""Calls of libkvx_python that open and read files, without the GIL."""
+"""Calls of libkvx_python that open, read, write and name files, without the GIL."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ def read_file() -> Callable[..., tuple[int, int, int]]:
     make = library().kvx_python_read_file
     make.argtypes, make.restype = (), py_object
     function: Callable[..., tuple[int, int, int]] = make()
+    return function
+
+
+def write_file() -> Callable[..., tuple[int, int]]:
+    """(folder, name, mode, parts) -> (handle, bytes on the disk): makes a new file in a folder and
+    writes the parts, a tuple of buffers that follow one another. The file is open and locked, and
+    has this mode whatever the umask is. The GIL is free meanwhile.
+
+    folder: a handle; name: bytes
+    Returns minus an errno in place of the handle, and leaves no file then. EAGAIN: another process
+    took the file for abandoned before it was locked; try another name.
+    """
+    make = library().kvx_python_write_file
+    make.argtypes, make.restype = (), py_object
+    function: Callable[..., tuple[int, int]] = make()
+    return function
+
+
+def name_files() -> Callable[..., bytes]:
+    """(folder, names, handles, root, paths) -> errors: links files of a folder to paths below a
+    root, to which no symbolic link may lead; deletes their names in the folder and closes them. The
+    GIL is free meanwhile.
+
+    folder, root: handles; names, paths: tuples of bytes; handles: a tuple of the files' handles
+    errors:       a C int for each file: 0, or minus an errno: that file is as it was. EEXIST: a
+                  file has the path already
+    """
+    make = library().kvx_python_name_files
+    make.argtypes, make.restype = (), py_object
+    function: Callable[..., bytes] = make()
     return function
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core._c.os_files import OpenFile, read_at, write_all
+from kvx_core._c.os_files import OpenFile, read_at
 from kvx_core.errors import (
     CorruptError,
     InvalidArgumentError,
@@ -49,12 +49,12 @@ _of_thread = threading.local()
 _PLAIN = Sealing(b"", None, None)
 
 
-def write_chunk(file: BinaryIO, snapshot: Contents, kind: Kind, secrets: Secrets) -> int:
-    """Writes a snapshot to a new file. Does not sync the file. Returns the number of bytes.
+def chunk_parts(snapshot: Contents, kind: Kind, secrets: Secrets) -> list[memoryview]:
+    """Returns the bytes of the file of a snapshot, as parts that follow one another.
 
     snapshot: in memory; its header.prefix is the key of all tokens before it
-    Raises InvalidArgumentError if the snapshot is not of this kind, StoreError if the file cannot
-    be written.
+    Raises InvalidArgumentError if the snapshot is not of this kind, StoreError if there is not
+    enough memory.
     """
     if (kind.keyed, kind.encrypted) != (secrets.is_keyed, secrets.is_encrypted):
         raise InvalidArgumentError(
@@ -63,12 +63,7 @@ def write_chunk(file: BinaryIO, snapshot: Contents, kind: Kind, secrets: Secrets
         )
     if not kind.has_parts(snapshot.header):
         raise InvalidArgumentError(f"the snapshot has other layers, heads or facts than {kind}")
-    parts = file_parts(snapshot, kind, secrets, bytes.fromhex(snapshot.header.prefix))
-    try:
-        write_all(file, parts)
-    except (OSError, ValueError, MemoryError) as error:
-        raise StoreError(f"the snapshot cannot be written: {error}") from None
-    return sum(map(len, parts))
+    return file_parts(snapshot, kind, secrets, bytes.fromhex(snapshot.header.prefix))
 
 
 def file_parts(snapshot: Contents, kind: Kind, secrets: Secrets, parent: bytes) -> list[memoryview]:

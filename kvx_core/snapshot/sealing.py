@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128
 
 from kvx_core.snapshot.record import CLEAR_BYTES, RANDOM_BYTES, RecordText
 from kvx_core.snapshot.secrets import TAG_BYTES, nonce_of
@@ -116,11 +116,9 @@ class Sealing:
         if self._signer is not None:
             data = views[0] if len(views) == 1 else b"".join(views)
             return self._signer.mac(memoryview(data), purpose)
-        if len(views) == 1:  # one call is enough
-            return xxh3_128_digest(views[0])
         digest = xxh3_128()
         for view in views:
-            digest.update(view)
+            digest.update(view)  # without the GIL if it is large
         return digest.digest()
 
 

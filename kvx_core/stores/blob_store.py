@@ -11,9 +11,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self
 
-from kvx_core._c.os_files import OpenFile, first_bytes
+from kvx_core._c.os_files import OpenFile, first_bytes, write_all
 from kvx_core.argument_checks import instance
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import CorruptError, StoreError
@@ -27,6 +27,26 @@ _WORD = re.compile(r"(?!\.)[ -.0-~]+")
 _NAME = re.compile(f"{_WORD.pattern}(?:/{_WORD.pattern}){{0,{MAX_WORDS - 1}}}")
 
 Write = Callable[[BinaryIO], None]
+
+
+class Content:
+    """A `Write` that knows its bytes, so that a store may write them in its own way.
+
+    parts: returns buffers that follow one another; may raise StoreError
+    """
+
+    def __init__(self, parts: Callable[[], Sequence[memoryview]]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        """Returns the content of a file with these bytes."""
+        return cls(lambda: [memoryview(raw)])
+
+    def __call__(self, file: BinaryIO) -> None:
+        write_all(file, self.parts())
+
+
 Put = bool | StoreError  # True: stored; False: the name existed; an error: the file is not stored
 
 

@@ -126,7 +126,8 @@ class Directory(BlobStore):
         while True:
             before, reached = reached, 0
             try:
-                num_bytes = self._put(name, measured, durable)
+                is_first = not tries and not full_tries
+                num_bytes = self._put(name, write if is_first else measured, durable)
                 break
             except (OSError, StoreError) as error:
                 code = _code(error, handled)
@@ -158,7 +159,9 @@ class Directory(BlobStore):
                 def write_one(file: tuple[str, Write]) -> Written | bool | None:
                     """Writes one file. False: the name exists; None: it must be put alone."""
                     with suppress(OSError, StoreError):
-                        return stack.enter_context(self._new.written(place, *file)) or False
+                        if self._new.is_there(place, file[0]):
+                            return False
+                        return stack.enter_context(self._new.written(place, *file))
                     return None
 
                 are_large = num_bytes >= _LARGE * len(files)
@@ -319,15 +322,14 @@ class Directory(BlobStore):
 
         Raises StoreError and OSError.
         """
-        with self._new.place() as place, self._new.written(place, name, write) as written:
-            if written is None:
+        with self._new.place() as place:
+            if durable and self._new.is_there(place, name):
                 return None
-            is_new = self._new.publish(place, written, durable=durable)
-            if isinstance(is_new, OSError):  # another try would find its own file there
-                raise self._failure(name, "written", is_new)
-            if not is_new:
-                return None
-            return written.num_bytes
+            with self._new.written(place, name, write) as written:
+                is_new = self._new.publish(place, written, durable=durable)
+                if isinstance(is_new, OSError):  # another try would find its own file there
+                    raise self._failure(name, "written", is_new)
+                return written.num_bytes if is_new else None
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
         """Trims if files may take more than max_bytes, after what was put since the last trim."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import Snapshot, StoreError
-from kvx_core.snapshot.chunk_file import write_chunk
+from kvx_core.snapshot.chunk_file import chunk_parts
 from kvx_core.snapshot.kind import Kind
-from kvx_core.stores.blob_store import Put, Write
+from kvx_core.stores.blob_store import Content, Put, Write
 from kvx_core.stores.entries import Entries
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.marks import Mark
@@ -36,11 +35,13 @@ class Commits:
         names = [name_in(self.kinds.record.name, snapshot) for snapshot in snapshots]
         sizes: dict[str, int] = {}
 
-        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Write:
-            def write(file: BinaryIO) -> None:
-                sizes[name] = write_chunk(file, snapshot, kind, self.entries.secrets)
+        def writing(name: str, snapshot: Snapshot, kind: Kind) -> Content:
+            def parts() -> list[memoryview]:
+                found = chunk_parts(snapshot, kind, self.entries.secrets)
+                sizes[name] = sum(map(len, found))
+                return found
 
-            return write
+            return Content(parts)
 
         try:
             for kind in set(kinds):

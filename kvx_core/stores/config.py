@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.blob_store import BlobStore, Content
 from kvx_core.stores.strict_json import strict_json
 
 FORMAT = 3
@@ -78,7 +78,7 @@ def stored_config(
             wanted["encryption"] = _CIPHER
         raw = json.dumps(wanted).encode() + b"\n"
         with suppress(StoreError):  # a store that this process may only read can still be empty
-            if blobs.put(_NAME, _writing(raw)):
+            if blobs.put(_NAME, Content.of(raw)):
                 _authenticate(blobs, secrets, raw)
         config = read_config(blobs, secrets, waits=waits)
     if config is not None:
@@ -206,7 +206,7 @@ def _authenticate(blobs: BlobStore, secrets: Secrets, raw: bytes) -> None:
         expected = one.mac(_NAME, raw)
         if expected is not None and _mac(blobs, expected[0]) != expected[1].encode():
             with suppress(StoreError):
-                blobs.replace(expected[0], _writing(expected[1].encode()))
+                blobs.replace(expected[0], Content.of(expected[1].encode()))
 
 
 def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
@@ -230,10 +230,3 @@ def _mac(blobs: BlobStore, name: str) -> bytes | None:
     with suppress(StoreError):
         return blobs.read(name, _MAC_BYTES)
     return None
-
-
-def _writing(raw: bytes) -> Callable[[BinaryIO], None]:
-    def write(file: BinaryIO) -> None:
-        file.write(raw)
-
-    return write

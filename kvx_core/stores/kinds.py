@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from threading import Lock
-from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from kvx_core.snapshot import Accept, CorruptError, Precision, StoreError
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.blob_store import BlobStore, Content
 from kvx_core.stores.covers import Cover
 from kvx_core.stores.names import kind_name, kinds_folder, model_record, space_record
 from kvx_core.stores.space import MAX_BYTES, SpaceRecord
@@ -168,14 +167,11 @@ class Kinds:
                 self._rank()
 
     def _put(self, name: str, raw: bytes) -> None:
-        def write(file: BinaryIO) -> None:
-            file.write(raw)
-
         found = self._read(name, len(raw))
         if found is None:
-            self._blobs.put(name, write)
+            self._blobs.put(name, Content.of(raw))
         elif found != raw:
-            self._blobs.replace(name, write)
+            self._blobs.replace(name, Content.of(raw))
 
     def _mac(self, name: str) -> bytes | None:
         return self._read(name, 64)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import BinaryIO
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvx_core.snapshot import CorruptError, StoreError, UnsignedError
 from kvx_core.snapshot.secrets import RANDOM_BYTES, TAG_BYTES, Secrets
-from kvx_core.stores.blob_store import BlobStore
+from kvx_core.stores.blob_store import BlobStore, Content
 from kvx_core.stores.index import Index, NotCached
 from kvx_core.stores.names import (
     Ids,
@@ -419,11 +418,8 @@ class Marks:
         return mark
 
     def _put(self, space: str, rung: str, mark: Mark, put: Callable[..., bool]) -> bool:
-        def write(file: BinaryIO) -> None:
-            file.write(content)
-
-        content = mark_bytes(mark, self._secrets)
-        is_new = put(mark_name(space, rung), write, durable=False)
+        content = Content.of(mark_bytes(mark, self._secrets))
+        is_new = put(mark_name(space, rung), content, durable=False)
         for memory in (self.known, self._taken):
             if is_new:
                 memory.saw(space, rung, mark)

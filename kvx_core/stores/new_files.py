@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from kvx_core._c.file_calls import name_files
 from kvx_core._c.os_files import close
 from kvx_core.snapshot import StoreError
 from kvx_core.stores.beneath import (
@@ -22,6 +24,7 @@ from kvx_core.stores.beneath import (
     sync_file_system,
     sync_folder,
 )
+from kvx_core.stores.blob_store import Content, Write
 from kvx_core.stores.root import Root
 from kvx_core.stores.temporary import Temporaries, Temporary
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 _TRIES = 5  # when other processes delete the folder that a call is using
 
+_name_files = name_files()
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -37,11 +42,7 @@ class Written:
 
     name: str
     temporary: Temporary
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the disk. Raises OSError."""
-        return _bytes_of(self.temporary.file)
+    num_bytes: int  # on the disk
 
 
 class Place:
@@ -77,21 +78,24 @@ class NewFiles:
             yield Place(root, lambda: opened.enter_context(self._temporaries.folder(root)))
 
     @contextmanager
-    def written(
-        self, place: Place, name: str, write: Callable[[BinaryIO], None]
-    ) -> Iterator[Written | None]:
-        """Yields a new file that `write` has written; None if the name exists already.
+    def written(self, place: Place, name: str, write: Write) -> Iterator[Written]:
+        """Yields a new file that `write` has written. At the end of the context, it is deleted
+        unless it has got its name.
 
-        At the end of the context, the file is deleted unless it has got its name.
         Raises OSError, StoreError.
         """
-        if self._is_there(place.root, name):
-            yield None
-            return
-        with self._temporaries.new(place.temporaries) as temporary:
-            with self._file(temporary.file, name) as file:
-                write(file)
-            yield Written(name, temporary)
+        if isinstance(write, Content):
+            temporary, num_bytes = self._temporaries.new(place.temporaries, write.parts())
+        else:
+            temporary, num_bytes = self._temporaries.new(place.temporaries)
+        try:
+            if not isinstance(write, Content):
+                with self._file(temporary.file, name) as file:
+                    write(file)
+                num_bytes = _bytes_of(temporary.file)
+            yield Written(name, temporary, num_bytes)
+        finally:
+            temporary.end()
 
     def _file(self, handle: int, name: str) -> BinaryIO:
         """Returns a file object for a handle, which stays open when the object is closed."""
@@ -104,10 +108,13 @@ class NewFiles:
 
         durable: True: syncs the file, its name and its folders to the disk
         Returns an OSError if the name may not be on the disk. Raises OSError if the file has got no
-        name.
+        name, StoreError if something else than a file has it.
         """
         if not durable:
-            return self._name(place.root, written, _nothing)
+            (is_new,) = self._name_all(place, [written])
+            if is_new is None:
+                is_new = self._name(place.root, written, _nothing)
+            return is_new or not self.is_there(place, written.name)
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
         try:
@@ -134,20 +141,21 @@ class NewFiles:
         """
         sync_file_system(place.root)
         named: list[bool | OSError | None] = []
-        for written in files:
-            try:
-                named.append(self._name(place.root, written, _nothing))
-            except OSError:
-                named.append(None)
+        for written, is_new in zip(files, self._name_all(place, files), strict=True):
+            if is_new is None:
+                with suppress(OSError):
+                    is_new = self._name(place.root, written, _nothing)
+            named.append(is_new)
         try:
             sync_file_system(place.root)
         except OSError as error:
             return [error if is_new else is_new for is_new in named]
         return named
 
-    def _is_there(self, root: int, name: str) -> bool:
+    def is_there(self, place: Place, name: str) -> bool:
+        """True if a file has the name. Raises OSError; StoreError if something else has it."""
         try:
-            handle = open_beneath(root, name, NOTHING)
+            handle = open_beneath(place.root, name, NOTHING)
         except FileNotFoundError:
             return False
         try:
@@ -160,6 +168,26 @@ class NewFiles:
                 "is no file. Delete it"
             )
         return True
+
+    def _name_all(self, place: Place, files: Sequence[Written]) -> list[bool | None]:
+        """Gives files their names in folders that are there already: most are. For each False if
+        another writer was first, None if the file must be named alone.
+        """
+        if not files:
+            return []
+        errors = _name_files(
+            place.temporaries,
+            tuple(os.fsencode(one.temporary.name) for one in files),
+            tuple(one.temporary.file for one in files),
+            place.root,
+            tuple(os.fsencode(one.name) for one in files),
+        )
+        named: list[bool | None] = []
+        for one, error in zip(files, memoryview(errors).cast("i"), strict=True):
+            if not error:
+                one.temporary.file = -1  # it is closed
+            named.append({0: True, -errno.EEXIST: False}.get(error))
+        return named
 
     def _name(self, root: int, written: Written, changed: Callable[[int], None]) -> bool:
         """Gives a complete file its name; False if another writer was first. Raises OSError.

@@ -15,18 +15,22 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvx_core._c.file_calls import write_file
 from kvx_core._c.os_files import close
-from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath, set_mode
+from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _FOLDER = ".tmp"
-_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_RDWR: NFS gives an exclusive lock only on files open for writing. O_NONBLOCK: it may be a FIFO.
 _TO_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)
@@ -36,21 +40,33 @@ _CLEAN_SECONDS = 600  # between two cleanings by one process
 _MAX_CLEANED = 4096  # files looked at in one cleaning
 _TRIES = 5
 
+_write_file = write_file()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Temporary:
     """A new file without a name in the store yet: its handle, its folder's, and its name there."""
 
-    file: int
+    file: int  # -1: it has ended
     folder: int
     name: str
+
+    def end(self) -> None:
+        """Deletes the name and closes the file; it stays if it has got another name."""
+        if self.file >= 0:
+            file, self.file = self.file, -1
+            try:
+                with suppress(OSError):  # `clean` deletes it later
+                    os.unlink(self.name, dir_fd=self.folder)
+            finally:
+                close(file)
 
 
 class Temporaries:
     """The temporary files of a store, all in the folder ".tmp" of its root."""
 
     def __init__(self, folder_mode: int, file_mode: int) -> None:
-        self._folder_mode, self.file_mode = folder_mode, file_mode
+        self._folder_mode, self._file_mode = folder_mode, file_mode
         self._next_cleaning = 0.0
 
     @contextmanager
@@ -64,21 +80,21 @@ class Temporaries:
         finally:
             close(folder)
 
-    @contextmanager
-    def new(self, folder: int) -> Iterator[Temporary]:
-        """Yields a new, locked file, and deletes it at the end of the context. Raises OSError.
+    def new(self, folder: int, parts: Sequence[Buffer] = ()) -> tuple[Temporary, int]:
+        """Writes a new, locked file with these bytes. Returns it and its bytes on the disk.
 
-        folder: a handle from `folder`, open until then
+        folder: a handle from `folder`, open until the file is ended
+        The caller calls `end`. Raises OSError.
         """
-        name, file = self._create(folder)
-        try:
-            yield Temporary(file, folder, name)
-        finally:
-            try:
-                with suppress(OSError):  # `clean` deletes it later
-                    os.unlink(name, dir_fd=folder)
-            finally:
-                close(file)
+        place, parts = _place(os.fstat(folder).st_dev), tuple(parts)
+        for _ in range(_TRIES):
+            name = f".{place}-{secrets.token_hex(8)}.tmp"
+            file, num_bytes = _write_file(folder, os.fsencode(name), self._file_mode, parts)
+            if file >= 0:
+                return Temporary(file, folder, name), num_bytes
+            if file != -errno.EAGAIN:
+                raise OSError(-file, os.strerror(-file), name)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def clean(self, root: int) -> None:
         """Deletes the files of dead writers."""
@@ -96,26 +112,6 @@ class Temporaries:
             return _clock(folder)
         finally:
             close(folder)
-
-    def _create(self, folder: int) -> tuple[str, int]:
-        place = _place(os.fstat(folder).st_dev)
-        for _ in range(_TRIES):
-            name = f".{place}-{secrets.token_hex(8)}.tmp"
-            file = os.open(name, _NEW, self.file_mode, dir_fd=folder)
-            is_ours = False
-            try:
-                # Another process may have deleted it as abandoned before it was locked.
-                is_ours = _lock(file) is not False and (status := os.fstat(file)).st_nlink > 0
-                if is_ours and stat.S_IMODE(status.st_mode) != self.file_mode:  # by the umask
-                    set_mode(file, self.file_mode)
-                if is_ours:
-                    return name, file
-            finally:
-                if not is_ours:
-                    with suppress(OSError):
-                        os.unlink(name, dir_fd=folder)
-                    close(file)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def _clean(self, folder: int) -> None:
         self._next_cleaning = time.monotonic() + _CLEAN_SECONDS

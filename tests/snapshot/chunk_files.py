@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvx_core import DType, PlaneKind, Snapshot
 from kvx_core._c.os_files import OpenFile
 from kvx_core.snapshot import Header, Part, Precision, Room, Stored
-from kvx_core.snapshot.chunk_file import Wanted, write_chunk
+from kvx_core.snapshot.chunk_file import Wanted, chunk_parts
 from kvx_core.snapshot.chunk_reads import Fetch, read_chunk
 from kvx_core.snapshot.contents import FILE_DTYPES, STORED_UNITS, is_scale
 from kvx_core.snapshot.kind import Kind
@@ -186,10 +186,8 @@ def key_of(snapshot: Snapshot) -> str:
 
 def write(path: Path, snapshot: Snapshot, kind: Kind, keys: str = "plain") -> bytes:
     """Writes a file. Returns its bytes."""
-    with path.open("wb", buffering=0) as file:
-        num_bytes = write_chunk(file, snapshot, kind, secrets_of(keys))
-    raw = path.read_bytes()
-    assert len(raw) == num_bytes
+    raw = b"".join(chunk_parts(snapshot, kind, secrets_of(keys)))
+    path.write_bytes(raw)
     return raw
 
 

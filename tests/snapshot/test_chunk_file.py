@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from kvx_core import DType, InvalidArgumentError, Snapshot
 from kvx_core.snapshot import CorruptError, Room, StoreError, UnsignedError
-from kvx_core.snapshot.chunk_file import open_chunk, write_chunk
+from kvx_core.snapshot.chunk_file import chunk_parts, open_chunk
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from tests.snapshot import store_reader
@@ -234,13 +234,13 @@ def test_a_snapshot_of_another_kind_is_not_written(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb", buffering=0) as file:
         other = snapshot_of(numbers(DType.F16), 9, 1)
         with pytest.raises(InvalidArgumentError, match="other layers, heads or facts"):
-            write_chunk(file, other, kind, Secrets())
+            file.write(b"".join(chunk_parts(other, kind, Secrets())))
         snapshot = snapshot_of(numbers(DType.BF16, dim=8), 9, 1)
         with pytest.raises(InvalidArgumentError, match=r"layers\.0\.k of the snapshot is"):
-            write_chunk(file, snapshot, kind, Secrets())
+            file.write(b"".join(chunk_parts(snapshot, kind, Secrets())))
         snapshot = snapshot_of(numbers(DType.BF16), 9, 1)
         with pytest.raises(InvalidArgumentError, match="not signed and not encrypted"):
-            write_chunk(file, snapshot, kind, secrets_of("both"))
+            file.write(b"".join(chunk_parts(snapshot, kind, secrets_of("both"))))
     assert (tmp_path / "file").stat().st_size == 0
 
 
@@ -254,7 +254,7 @@ def test_keys_are_changed_while_processes_run(tmp_path: Path) -> None:
     for mine, others in ((SIGNING, old), (old, SIGNING)):
         writer = Secrets.of([mine, others], [new, ENCRYPTION])
         with (tmp_path / "file").open("wb", buffering=0) as file:
-            write_chunk(file, snapshot, kind, writer)
+            file.write(b"".join(chunk_parts(snapshot, kind, writer)))
         raw = (tmp_path / "file").read_bytes()
         assert store_reader.read(raw, kind.text, signing=mine, encryption=new).start == 400
         for reader in (Secrets.of([SIGNING, old], [ENCRYPTION, new]), Secrets.of(mine, new)):

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from kvx_core import Snapshot
 from kvx_core._c.os_files import first_bytes
 from kvx_core.snapshot import StoreError
-from kvx_core.snapshot.chunk_file import open_chunk, write_chunk
+from kvx_core.snapshot.chunk_file import chunk_parts, open_chunk
 from kvx_core.snapshot.kind import Kind
 from tests.snapshot import store_reader
 from tests.snapshot.chunk_files import (
@@ -63,7 +63,7 @@ class File:
 
     def written(self, file: io.FileIO, name: str, snapshot: Snapshot) -> Kind:
         kind = kind_of(MAKERS[name], self.keys)
-        write_chunk(file, snapshot, kind, secrets_of(self.keys))
+        file.write(b"".join(chunk_parts(snapshot, kind, secrets_of(self.keys))))
         return kind
 
     def prefix(self, expected: store_reader.Chunk) -> str:

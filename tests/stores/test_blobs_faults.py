@@ -21,7 +21,6 @@ from typing import BinaryIO
 import pytest
 
 from kvx_core import Directory, StoreError
-from kvx_core.stores import temporary
 from tests.faults import environment
 from tests.native import ROOT
 
@@ -207,7 +206,7 @@ def test_a_store_that_can_only_be_read(tmp_path: Path) -> None:
         "except StoreError as error: print(error)\n",
         tmp_path,
         "call=utime+mkdir+unlink+link,error=EROFS",
-        f"call=open64+openat64,path={tmp_path}/.tmp/,error=EROFS",
+        f"call=openat+openat64,path={tmp_path}/.tmp/,error=EROFS",
     )
     assert output.startswith("b'data' ['b'] True\n")
     assert "a/c cannot be written: Read-only file system. Mount it writable" in output
@@ -429,26 +428,24 @@ def test_a_file_that_is_gone_is_written_again_and_not_for_ever(code: int, tmp_pa
     assert len(calls) < 10
 
 
-def test_a_new_file_that_a_cleaning_process_was_quick_to_delete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, calls = temporary._lock, []
-
-    def late(file: int) -> bool | None:
-        calls.append(file)
-        if len(calls) == 1:  # it has the lock
-            return False
-        if len(calls) == 2:  # it had the lock, and has deleted the file
-            os.unlink(os.readlink(f"/proc/self/fd/{file}"))
-        return lock(file)
-
-    blobs = Directory(tmp_path)
-    blobs.put("first", writing(b""))
-    monkeypatch.setattr(temporary, "_lock", late)
-    written: list[BinaryIO] = []
-    assert blobs.put("a/b", written.append)
-    assert len(calls) == 3
-    assert len(written) == 1  # it was noticed before
+@pytest.mark.parametrize("fault", ["error=EAGAIN", "delay=300"])
+def test_a_new_file_that_a_cleaning_process_was_quick_to_take(tmp_path: Path, fault: str) -> None:
+    """It has the lock; or it had the lock, and has deleted the file. It was noticed before."""
+    (tmp_path / ".tmp").mkdir(mode=0o700)
+    output = run(
+        "import threading\n"
+        "def delete():\n"
+        "    while not (found := [*root.glob('.tmp/.*.tmp')]): time.sleep(0.001)\n"
+        "    found[0].unlink()\n"
+        f"if {fault!r} == 'delay=300': threading.Thread(target=delete).start()\n"
+        "written = []\n"
+        "assert Directory(root).put('a/b', written.append)\n"
+        "print(len(written))\n",
+        tmp_path,
+        f"call=lock,path=/.tmp/,{fault},times=1",
+    )
+    assert output == "1\n"
+    assert (tmp_path / "a" / "b").is_file()
     assert not temporaries(tmp_path)
 
 

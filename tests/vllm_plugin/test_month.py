@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from kvx_core import Directory, Snapshot
-from kvx_core.snapshot.chunk_file import write_chunk
+from kvx_core.snapshot.chunk_file import chunk_parts
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.inventory import Inventory
 from kvx_core.stores.names import entry_name, key_of
@@ -85,7 +85,7 @@ class OtherServers:
         name = entry_name(space, key_of(space, ids), kind.id)
 
         def write(file: BinaryIO) -> None:
-            write_chunk(file, replace(like, tokens=ids), kind, Secrets())
+            file.write(b"".join(chunk_parts(replace(like, tokens=ids), kind, Secrets())))
 
         assert directory.put(name, write)
         return self._store / name
