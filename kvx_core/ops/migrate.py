@@ -67,7 +67,8 @@ def migrate(
                token and head
     requantize: into units that cover all tokens of a block (PER_CHANNEL): tokens may begin anywhere
                in a block, and the tokens before them are quantized anew; otherwise they must begin
-               at the start of a block
+               at the start of a block. Tokens of a block behind the last that moves hold nothing
+               afterwards: their scales are those of the tokens that moved
     hadamard_k, hadamard_v: rotate groups of so many numbers of each vector of K, or V, by
                Hadamard's matrix: a power of two from 2 to 4096 that divides head_dim; 0: none. The
                same rotation undoes it, but for the rounding of float32 and of the destination's
