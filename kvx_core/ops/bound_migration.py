@@ -110,7 +110,7 @@ class BoundMigration:
         ends = with_places(ends, read)
         self.placed = {name: one for name, one in read.items() if one is not given[name]}
         self.lens = self.placed.pop("seq_lens", lens)
-        planned = self.lens or SeqLens.of(())
+        planned = self.lens or SeqLens.of([0] * _num_rows(*ends))
         struct = abi.kvx_migrate_desc_t(
             flags=options.flags,
             num_heads=options.num_heads or 0,
@@ -129,7 +129,7 @@ class BoundMigration:
             memory=where,
             index_memory=Memory.HOST if options.transfer is Transfer.COPY_ENGINE else where,
             stream=self.stream,
-            kept=(handle, self.lens, read),
+            kept=(handle, planned, read),
             descriptors=DESCRIPTORS,
         )
         self.leaves_out = may_leave_out(src, zero_fill=options.zero_fill) or may_leave_out(dst)
@@ -223,6 +223,12 @@ def of_no_tokens(
     lens = SeqLens.of([0] * count) if count else None
     here, there, *described = (_without_tokens(end, keeps=count > 0) for end in (src, dst, *ends))
     return BoundMigration(here, there, options, (described[0], described[1]), lens)
+
+
+def _num_rows(*ends: CacheSpan) -> int:
+    """The sequences of tables and starts that ends have of their own."""
+    own = [end.block_table for end in ends] + [end.starts for end in ends]
+    return max((each.seq_count for each in own if each is not None), default=0)
 
 
 def _without_tokens(span: CacheSpan, *, keeps: bool) -> CacheSpan:

@@ -227,9 +227,7 @@ class LiveMigration:
         """Copies the tokens from those that were copied to `last`, of `written`."""
         if not self._is_described:
             self._describe(source)
-        first, count = self._copied, last - self._copied
-        if count <= 0:
-            return Copied()
+        first, count = self._copied, max(0, last - self._copied)
         begin = perf_counter()
         places = self._written.take(source, first, count, written)
         num_bytes = migrate(
@@ -239,6 +237,8 @@ class LiveMigration:
             same_model=self._same_model,
             **self._options,
         )
+        if not count:  # the ends were compared
+            return Copied()
         self._written.add(places)
         self._copied = last
         return Copied(count, num_bytes, 1, perf_counter() - begin)

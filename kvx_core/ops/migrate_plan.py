@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 from kvx_core._c import abi_plan
 from kvx_core.argument_checks import flag
@@ -98,6 +98,8 @@ class MigratePlan(KeptPlan):
         Raises InvalidArgumentError, OutOfRangeError; then nothing was written.
         Spec: E.13
         """
+        if seq_lens is None and self._lens is None:
+            self._refuse_no_lens()
         src, dst = self._src.view, self._dst.view
         if src.outdated is not None:
             src.require_current("src")
@@ -178,15 +180,21 @@ class MigratePlan(KeptPlan):
         require_same_positions(self._src, self._dst, lens, *starts)
 
     def _lookups(self, seq_lens: Any, lookups: Any) -> Indices:
-        if seq_lens is None and self._lens is not None:
+        if seq_lens is None:
+            if self._lens is None:
+                self._refuse_no_lens()
             self._lens.require_in_place("seq_lens")
         return describe_lookups(self._src, self._dst, seq_lens, lookups)
+
+    def _refuse_no_lens(self) -> NoReturn:
+        raise InvalidArgumentError(
+            "seq_lens is None, expected lengths: the plan was made without. Give them here or to "
+            "Plan.migrate"
+        )
 
     def _require_holds(self, indices: Indices) -> None:
         """Refuses tokens that the engine of an end does not hold."""
         lens = indices["seq_lens"] or self._lens
-        if lens is None:
-            return  # the call itself says that they are missing
         for end, span in (("src", self._src), ("dst", self._dst)):
             places = ("block_table", "slots", "starts")
             given = {place: indices[f"{end}_{place}"] for place in places}

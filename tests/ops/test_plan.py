@@ -73,6 +73,24 @@ def test_runs_as_it_was_made() -> None:
     assert_equal(dst, expected)
 
 
+def test_tables_of_the_plan_and_lengths_of_a_run() -> None:
+    """The usual case of a sequence that grows. Without lengths nothing runs."""
+    src, dst, src_view, dst_view = two_caches(5)
+    tables = [[3, 1, 8], [2, 5, 7]], [[4, 6], [0, 2]]
+    plan = Plan.migrate(src_view.at(tables[0]), dst_view.at(tables[1]), same_model=True)
+    before = [tensor.clone() for tensor in dst]
+    for call in (plan.run, plan.describe, plan.ranges):
+        with pytest.raises(InvalidArgumentError, match="seq_lens is None, expected lengths"):
+            call()
+    assert_equal(dst, before)
+    for lengths in ([0, 0], [5, 1], [12, 9]):
+        expected = expect(src, dst, *tables, lengths)
+        plan.run(lengths)
+        assert_equal(dst, expected)
+    with pytest.raises(InvalidArgumentError, match="has 2 rows, expected 3"):
+        plan.run([1, 1, 1])
+
+
 def test_slots_and_starts() -> None:
     src, dst, src_view, dst_view = two_caches(2)
     plan = Plan.migrate(
