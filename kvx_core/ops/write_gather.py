@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, Unpack, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import bad_argument, instance, integer
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
 from kvx_core.desc.tensors import TensorLike, empty_like_owner
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, OutOfRangeError
 from kvx_core.formats import Formats
 from kvx_core.ops.calls import (
     A_CACHE,
@@ -28,10 +31,11 @@ from kvx_core.ops.calls import (
 )
 from kvx_core.ops.options import GatherKeywords, GatherOptions, WriteKeywords, WriteOptions
 from kvx_core.ops.streams import current_stream_here, stream_number
-from kvx_core.types import DType, Memory
+from kvx_core.types import BlockTableFormat, DType, Memory
 
 _USUAL_WRITE = WriteOptions()
 _USUAL_GATHER = GatherOptions()
+_ANY_LENGTH = 2**63 - 1
 # What a gather allocates outputs of.
 _OUTPUTS = Formats(lambda: (dtype for dtype in DType if dtype.format.rounding))
 _Key = TypeVar("_Key", bound=TensorLike | TensorDesc)
@@ -186,16 +190,17 @@ def _gather_into_new(
     stream: int | None,
     options: GatherOptions,
 ) -> tuple[Any, Any]:
+    instance("cache", cache, CacheDesc, A_CACHE)
     table, lens = BlockTable.of(block_table), SeqLens.of(seq_lens)
     lengths = lens.to_numpy() if max_seq_len is None or lens.memory is Memory.HOST else None
     if max_seq_len is None:
         assert lengths is not None
+        _check_lengths(lengths, table, cache.block_size)
         max_seq_len = int(lengths.max(initial=0))
     max_seq_len = integer("max_seq_len", max_seq_len)
     # Tokens without a source are zero: C zeroes them only where the table may have holes.
     zero_fill = options.zero_fill or table.has_holes
     zeros = not zero_fill and (lengths is None or bool((lengths < max_seq_len).any()))
-    instance("cache", cache, CacheDesc, A_CACHE)
     if dtype is None and (options.k_scale or options.v_scale):
         raise InvalidArgumentError(
             "dtype is None, expected the dtype to convert to, since scales are given and the "
@@ -213,6 +218,22 @@ def _gather_into_new(
         options = replace(options, zero_fill=True)
     _gather(cache, key, value, table, lens, max_seq_len, stream, options)
     return key, value
+
+
+def _check_lengths(lengths: npt.NDArray[Any], table: BlockTable, block_size: int) -> None:
+    """Refuses lengths for which no memory should be taken, in the words of the call itself."""
+    room = _ANY_LENGTH
+    if table.format is BlockTableFormat.PACKED:
+        room = table.max_blocks_per_seq * block_size
+    for row in np.flatnonzero((lengths < 0) | (lengths > room))[:1]:
+        if lengths[row] < 0:
+            raise OutOfRangeError(
+                f"gather.seq_lens.lengths[{row}] is {lengths[row]}, expected at least 0 (spec 5.3)"
+            )
+        raise OutOfRangeError(
+            f"row {row} needs tokens [0, 0 + {lengths[row]}), but gather.block_table holds {room} "
+            "per row (spec 5.3)"
+        )
 
 
 def device_status(stream: int | None = None) -> None:

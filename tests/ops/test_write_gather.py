@@ -430,3 +430,19 @@ def test_max_seq_len_beside_tensors_of_any_kind(max_seq_len: int | None) -> None
         assert out[1, 0, :, 0, 0].tolist() == [0, -1, 9]
         with pytest.raises(InvalidArgumentError, match=r"shape\[1\] is 3, expected max_seq_len 2"):
             gather_kv(cache, table([[0]]), lens([2]), max_seq_len=2, out=tuple(out.unbind(0)))
+
+
+def test_a_length_that_no_table_holds_takes_no_memory() -> None:
+    """Words are those of a call with `out`; the first length that is wrong is named."""
+    _, _, cache = new_cache()
+    for lengths, reason in (
+        ([8, 10**12], "row 1 needs tokens [0, 0 + 1000000000000), but gather.block_table holds 8"),
+        ([9, -1], "row 0 needs tokens [0, 0 + 9), but gather.block_table holds 8 per row"),
+        ([-3, 0], "gather.seq_lens.lengths[0] is -3, expected at least 0"),
+    ):
+        with pytest.raises(OutOfRangeError) as raised:
+            gather_kv(cache, [[3, 1], [0, 2]], lengths)
+        assert str(raised.value).startswith(reason)
+    out = torch.zeros(2, 20, HEADS, DIM, dtype=torch.bfloat16)
+    with pytest.raises(OutOfRangeError, match=r"row 0 needs tokens \[0, 0 \+ 9\), but gather"):
+        gather_kv(cache, [[3, 1], [0, 2]], [9, 0], out=(out, out.clone()))
