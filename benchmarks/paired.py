@@ -2,14 +2,15 @@
 
     .venv/bin/python -m benchmarks.paired OLD                # OLD: a built checkout with its .venv
     .venv/bin/python -m benchmarks.paired OLD cpu_copy --rounds 11 --threads 1
+    .venv/bin/python -m benchmarks.paired OLD --own snapshots
 
-Each checkout has a process of its own, which runs these benchmarks with its own kvx_core and
-libkvx. A case is timed once in one process, then once in the other, and so on, so that a machine
-that slows down slows both; caches of KV lie in memory that the two share. A ratio is old / new, the
-median over rounds of the ratio within a round: above 1 the new code is faster. Where its own memory
-lies makes a process some percent faster or slower for as long as it lives, so both are started
-again several times, and the median is that of the starts. Only KVX is timed; peers are for
-`python -m benchmarks`.
+Each checkout has a process of its own, which runs these benchmarks (with --own: its own, of the
+same cases) with its own kvx_core and libkvx. A case is timed once in one process, then once in the
+other, and so on, so that a machine that slows down slows both; caches of KV lie in memory that the
+two share. A ratio is old / new, the median over rounds of the ratio within a round: above 1 the new
+code is faster. Where its own memory lies makes a process some percent faster or slower for as long
+as it lives, so both are started again several times, and the median is that of the starts. Only KVX
+is timed; peers are for `python -m benchmarks`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Worker:
         return float(self._process.stdout.readline())
 
 
-def run(old: Path, new: Path, arguments: list[str]) -> dict[str, list[tuple[float, float]]]:
+def run(
+    old: Path, new: Path, arguments: list[str], *, own: bool
+) -> dict[str, list[tuple[float, float]]]:
     """Of every case, the seconds in both checkouts, a pair per round."""
     cases: dict[str, list[tuple[float, float]]] = {}
     with (
@@ -74,7 +77,9 @@ def run(old: Path, new: Path, arguments: list[str]) -> dict[str, list[tuple[floa
         tempfile.TemporaryDirectory(dir="/dev/shm") as shared,
     ):
         (Path(folder) / "benchmarks").symlink_to(_ROOT / "benchmarks")
-        workers = [Worker(code, Path(folder), shared, arguments) for code in (old, new)]
+        workers = [
+            Worker(code, code if own else Path(folder), shared, arguments) for code in (old, new)
+        ]
         while True:
             case, same = (worker.next() for worker in workers)
             if case != same:
@@ -127,8 +132,9 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="a checkout with its .venv, built")
     parser.add_argument("--out", type=Path, default=_ROOT / "build/benchmarks/paired.json")
     parser.add_argument("--starts", type=int, default=9, help="of both processes (%(default)s)")
+    parser.add_argument("--own", action="store_true", help="each checkout's own benchmarks")
     options, rest = parser.parse_known_args()
-    if not any(name in rest for name in (*_DEFAULT, "migrate_vs_lmcache")):
+    if not any(name.isidentifier() for name in rest):
         rest = [*_DEFAULT, *rest]
     rows: list[dict[str, Any]] = []
     disturbance = machine.Disturbance()
@@ -136,7 +142,8 @@ def main() -> None:
     for start in range(options.starts):
         print(f"start {start + 1} of {options.starts}", file=sys.stderr)
         with tempfile.TemporaryDirectory() as results:
-            starts.append(run(options.old.resolve(), _ROOT, [*rest, "--results", results]))
+            arguments = [*rest, "--results", results]
+            starts.append(run(options.old.resolve(), _ROOT, arguments, own=options.own))
     print(f"\n{'':58} {'old us':>11} {'new us':>11} {'old/new':>7}")
     for case in starts[0]:
         ratios = [median(old / new for old, new in start[case]) for start in starts]
@@ -159,7 +166,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     summary = {
         **machine.facts(),
-        "command": " ".join(["python -m benchmarks.paired OLD", *rest]),
+        "command": " ".join(["python -m benchmarks.paired OLD", *["--own"] * options.own, *rest]),
         "old_commit": machine.commit(options.old),
         "disturbance": disturbance.so_far(),
         "geometric_mean": round(mean, 4),
