@@ -78,6 +78,8 @@ def stored_config(
             wanted["encryption"] = _CIPHER
         raw = json.dumps(wanted).encode() + b"\n"
         with suppress(StoreError):  # a store that this process may only read can still be empty
+            for name, mac in _macs(secrets, raw):  # first: a writer may end after any of its files
+                blobs.put(name, Content.of(mac))
             if blobs.put(_NAME, Content.of(raw)):
                 _authenticate(blobs, secrets, raw)
         config = read_config(blobs, secrets, waits=waits)
@@ -178,23 +180,21 @@ def _check_macs(
 ) -> None:
     """Checks the MACs of kvx-store.json, one for each sort of keys; adds the MAC of a new key.
 
-    wait_seconds: how long to wait for MACs that are missing
+    wait_seconds: how long to wait for MACs that are missing or wrong: of processes that make a
+                  store at once, the one whose kvx-store.json is there writes them last
     Raises StoreError.
     """
-    sorts = list(_sorts(secrets))
     until = time.monotonic() + wait_seconds
-    # A process that makes a store with these keys writes so many MACs.
-    expected = len({one.mac_names(_NAME)[0] for _, one in sorts})
-    while expected and _num_macs(blobs) < expected and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
-    for sort, one in sorts:
-        names = one.mac_names(_NAME)
-        if not one.check(_NAME, raw, lambda name: _mac(blobs, name)):
-            raise StoreError(
-                f"{where} is not authenticated by the {sort} key that is given: {names[0]} beside "
-                "it is missing or wrong. Who has written it has another key, or none. Give the key "
-                "that the store was made with, or use another directory"
-            )
+    for sort, one in _sorts(secrets):
+        while not one.check(_NAME, raw, lambda name: _mac(blobs, name)):
+            if time.monotonic() >= until:
+                raise StoreError(
+                    f"{where} is not authenticated by the {sort} key that is given: "
+                    f"{one.mac_names(_NAME)[0]} beside it is missing or wrong. Who has written it "
+                    "has another key, or none. Give the key that the store was made with, or use "
+                    "another directory"
+                )
+            time.sleep(_POLL_SECONDS)
     _authenticate(blobs, secrets, raw)
 
 
@@ -202,11 +202,18 @@ def _authenticate(blobs: BlobStore, secrets: Secrets, raw: bytes) -> None:
     """Writes the MAC of the first key of each sort if it is missing or wrong. Ignores StoreError:
     this process may not be allowed to write.
     """
-    for _, one in _sorts(secrets):
-        expected = one.mac(_NAME, raw)
-        if expected is not None and _mac(blobs, expected[0]) != expected[1].encode():
+    for name, mac in _macs(secrets, raw):
+        if _mac(blobs, name) != mac:
             with suppress(StoreError):
-                blobs.replace(expected[0], Content.of(expected[1].encode()))
+                blobs.replace(name, Content.of(mac))
+
+
+def _macs(secrets: Secrets, raw: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yields the name and content of the MAC of the first key of each sort."""
+    for _, one in _sorts(secrets):
+        found = one.mac(_NAME, raw)
+        if found is not None:
+            yield found[0], found[1].encode()
 
 
 def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
@@ -218,12 +225,6 @@ def _sorts(secrets: Secrets) -> Iterator[tuple[str, Secrets]]:
         yield "signing", Secrets(signing=secrets.signing)
     if secrets.is_encrypted:
         yield "encryption", Secrets(encryption=secrets.encryption)
-
-
-def _num_macs(blobs: BlobStore) -> int:
-    """Returns the number of MACs of kvx-store.json in the store, of any keys."""
-    begin, end = _NAME.removesuffix("json"), ".mac"
-    return sum(name.startswith(begin) and name.endswith(end) for name in blobs.names(""))
 
 
 def _mac(blobs: BlobStore, name: str) -> bytes | None:

@@ -246,6 +246,40 @@ def test_of_processes_that_make_a_store_at_once_all_use_it(tmp_path: Path) -> No
     assert len(set(found)) == 1
 
 
+@pytest.mark.parametrize("secrets", [Secrets.of(OLD), BOTH])
+def test_a_writer_may_end_after_any_of_its_files(secrets: Secrets) -> None:
+    """Whoever comes next uses the store; also with other settings, which another MAC is of."""
+
+    class Ending(InMemory):
+        left = 0
+
+        def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
+            if not self.left:
+                raise StoreError(f"{name} cannot be written: No space left on device")
+            self.left -= 1
+            return super().put(name, write, durable=durable)
+
+    num_files = len(made_by(secrets).files)
+    for left in range(num_files + 1):
+        for tokens in (64, 256):
+            ending = Ending()
+            ending.left = left
+            stored_config(ending, secrets, None, 64)
+            blobs = InMemory()
+            blobs.files = ending.files
+            config = stored_config(blobs, secrets, None, tokens)
+            assert config is not None
+            assert config.chunk_tokens == (64 if left == num_files else tokens)
+            assert len(blobs.files) == num_files
+            assert stored_config(blobs, secrets, None, 128) == config
+
+
+def made_by(secrets: Secrets) -> InMemory:
+    blobs = InMemory()
+    assert stored_config(blobs, secrets, None, 128) is not None
+    return blobs
+
+
 def test_a_store_that_this_process_may_only_read() -> None:
     class ReadOnly(InMemory):
         def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
