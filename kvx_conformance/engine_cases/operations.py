@@ -1,0 +1,78 @@
+"""A cache in the middle of an operation is refused, or read as it will be after it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvx_conformance import memory
+from kvx_conformance.case import Wrong
+from kvx_conformance.engine_probe import REFUSALS, Probe, engine_case
+from kvx_conformance.plain import Plain
+from kvx_core import migrate
+
+
+@engine_case("OpenVINO start_async, MLX prepare before finalize, llama.cpp seq_add before decode")
+def the_middle_is_refused(probe: Probe) -> None:
+    """While an operation is under way a move is refused or gives the tokens as they are after it,
+    by a span made before it or in it."""
+    operation = probe.part("operation")
+    for when in ("before", "in"):
+        one = probe.another()
+        one.filled()
+        kept = one.span() if when == "before" else None
+        plain, held, moved = one.plain(), one.held(), False
+        with one.engine.operation():
+            try:
+                migrate(kept or one.span(), plain.span, held)
+                moved = True
+            except REFUSALS:
+                pass
+        del kept
+        if moved:
+            _require_as_after(one, plain, when)
+    del operation
+
+
+@engine_case("the same")
+def the_end_is_right(probe: Probe) -> None:
+    """After the operation the cache is described again, and each token stands where it says."""
+    probe.part("operation")
+    probe.filled()
+    with probe.engine.operation():
+        pass
+    probe.require_as_described()
+    plain, held = probe.plain(), probe.held()
+    migrate(probe.span(), plain.span, held)
+    _require_as_after(probe, plain, "after")
+
+
+@engine_case("vLLM: a load into blocks that a step writes")
+def the_middle_is_not_written(probe: Probe) -> None:
+    """While an operation is under way a move into the cache is refused, or its tokens are there
+    after it."""
+    probe.part("operation")
+    probe.filled()
+    plain, held = probe.plain(), probe.held()
+    migrate(probe.span(), plain.span, held)
+    for tensor in memory.tensors(plain.view).values():
+        found = memory.elements(tensor)
+        found[...] = found[..., ::-1, :] if found.ndim == 5 else found
+    with probe.engine.operation():
+        try:
+            migrate(plain.span, probe.span(), held)
+        except REFUSALS:
+            return
+    _require_as_after(probe, plain, "in")
+
+
+def _require_as_after(probe: Probe, plain: Plain, when: str) -> None:
+    for row, sequence in enumerate(probe.ids):
+        first = plain.firsts[row]
+        for i in range(min(probe.held([sequence])[0], len(plain.rows[row]) * 5)):
+            key, _ = plain.token(row, i)
+            now = probe.read(sequence, first + i)[0]
+            if not np.allclose(key, now, rtol=1e-6, atol=0):
+                raise Wrong(
+                    f"a move {when} an operation was taken, and K of sequence {sequence}, position "
+                    f"{first + i} is not that of the engine after it"
+                )
