@@ -206,6 +206,13 @@ class Probe:
         """Whether the numbers that were given may be stored as others: scales choose them."""
         return view.k_scales is not None or view.layers[0].k.dtype.numbers > 1
 
+    def rounding(self) -> float:
+        """The largest error of a number that is stored anew, of the largest of its vector."""
+        view = self.view()
+        if not self.rounds(view):
+            return 0
+        return 1 / 50 if view.layers[0].k.dtype.format.affine else 1 / 7
+
     def described(self, view: CacheView, block: int, offset: int) -> tuple[Floats, Floats | None]:
         """K and V at a place, (num_layers, num_kv_heads, head_dim), by the description alone."""
         layers = range(len(view.layers))

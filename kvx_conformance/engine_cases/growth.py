@@ -57,8 +57,7 @@ def nothing_is_written_elsewhere(probe: Probe) -> None:
         if first + i < probe.table(0).first:
             continue
         written, read = plain.token(0, i)[0], probe.read(0, first + i)[0]
-        rounding = np.abs(written).max() / 7 if probe.rounds(probe.view()) else 0
-        if (np.abs(written - read) > rounding).any():
+        if (np.abs(written - read) > probe.rounding() * np.abs(read).max()).any():
             raise Wrong("a move into a span of before the cache grew went where the engine is not")
 
 

@@ -92,7 +92,7 @@ def _require_refused(probe: Probe, plain: Plain, sequence: int, length: int) -> 
 
 
 def _longer(probe: Probe, sequence: int, length: int) -> CacheSpan:
-    """The engine's span of a sequence; if it names slots, with slots of no token for the others."""
+    """The engine's span of a sequence; if it names slots, with unused ones for the other tokens."""
     span = probe.span([sequence])
     if span.slots is None:
         return span
@@ -100,6 +100,7 @@ def _longer(probe: Probe, sequence: int, length: int) -> CacheSpan:
     size = view.layers[0].block_size
     places = [block * size + offset for _, block, offset in probe.places(view, sequence)]
     spare = [slot for slot in range(view.layers[0].num_blocks * size) if slot not in places]
-    more = (spare or places) * length
-    slots = [*places, *more][:length]
+    if not spare:
+        return span
+    slots = [*places, *spare * length][:length]
     return view.at(slots=slots, first_positions=span.first_positions)

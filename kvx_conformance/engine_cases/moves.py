@@ -6,8 +6,8 @@ import numpy as np
 
 from kvx_conformance import memory
 from kvx_conformance.case import NotApplicable, Wrong
-from kvx_conformance.engine_probe import SENTINEL, Probe, engine_case, require_same
-from kvx_core import migrate, verify
+from kvx_conformance.engine_probe import REFUSALS, SENTINEL, Probe, engine_case, require_same
+from kvx_core import ScaleGranularity, migrate, verify
 
 
 @engine_case("spec E.3: a copy is exact")
@@ -44,6 +44,30 @@ def tokens_come_back(probe: Probe) -> None:
             raise Wrong(f"{int((then != now).sum())} bytes differ after tokens went and came back")
 
 
+@engine_case("OpenVINO u8: K of all tokens of a block has the scales of the block")
+def tokens_behind_stay(probe: Probe) -> None:
+    """A move into the first tokens of a sequence leaves those behind them as they are, or is
+    refused."""
+    probe.write(0, 9)
+    scales = probe.view().k_scales
+    if scales and scales[0] and scales[0].granularity is ScaleGranularity.PER_CHANNEL:
+        raise NotApplicable("spec E.14: tokens behind those that move hold nothing afterwards")
+    table = probe.table(0)
+    if table.first or probe.span([0]).slots is not None:
+        raise NotApplicable("its spans name the slot of each token that moves")
+    before = [probe.read(0, position) for position in range(9)]
+    plain = probe.plain([0])
+    migrate(probe.span([0]), plain.span, [9])
+    try:
+        migrate(plain.span, probe.span([0]), [4])
+    except REFUSALS:
+        return
+    for position in range(4, 9):
+        key, was = probe.read(0, position)[0], before[position][0]
+        if not np.array_equal(key, was):
+            raise Wrong(f"K of position {position} changed in a move of the four first tokens")
+
+
 @engine_case("hybrid_state trap 22: attention that is not tested; a cache of zeros says tokens, too")
 def the_engine_goes_on(probe: Probe) -> None:
     """An engine that computes the next token on tokens that moved into its cache computes the keys
@@ -51,7 +75,7 @@ def the_engine_goes_on(probe: Probe) -> None:
     if not probe.computes:
         raise NotApplicable("the engine is given its keys and values")
     reserve = probe.part("reserve")
-    count = min(17, probe.room - 4)
+    count = min(17, probe.room - 4, (probe.facts().window or 99) - 1)
     ids = probe.rng.integers(0, 100, count + 1).tolist()
     probe.write(0, count, ids=ids[:count])
     moved, zeros = probe.another(), probe.another()

@@ -41,14 +41,14 @@ def numbers_are_near_those_given(probe: Probe) -> None:
 @engine_case("compute_dtype float16: scales of a head that is not held")
 def scales_are_of_this_cache(probe: Probe) -> None:
     """Scales have the shape of the cache: one for all, or one for each block, head or token; they
-    are finite and not negative."""
+    are finite and, but for scales with a zero point or bias, not negative."""
     view = _scaled(probe.filled())
     for name in ("k_scales", "v_scales"):
         for i, scale in enumerate(getattr(view, name) or ()):
             if scale is None:
                 continue
             found = scale.to_numpy().astype(np.float32)
-            if not np.isfinite(found).all() or (found < 0).any():
+            if not np.isfinite(found).all() or (found < 0).any() and view.k_zeros is None:
                 raise Wrong(f"{name}[{i}] has {found.min()} to {found.max()}")
     for i, layer in enumerate(view.layers):
         layer.validate()

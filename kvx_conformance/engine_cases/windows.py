@@ -43,7 +43,8 @@ def a_ring_moves_in_order(probe: Probe) -> None:
 def dropped_tokens_cannot_be_read(probe: Probe) -> None:
     """A token that the window has dropped is not read, and the engine says so."""
     window = _window(probe)
-    probe.write(0, 2 * window + 3)
+    probe.write(0, 2 * window + 2)
+    probe.write(0, 1)
     first = probe.table(0).first
     if not first:
         raise NotApplicable("the window has dropped no token")
@@ -58,7 +59,8 @@ def dropped_tokens_cannot_be_read(probe: Probe) -> None:
 def tokens_keep_their_positions(probe: Probe) -> None:
     """Tokens of a window go to their own positions: a move to others is refused."""
     window = _window(probe)
-    probe.write(0, 2 * window + 3)
+    probe.write(0, 2 * window + 2)
+    probe.write(0, 1)
     first = probe.table(0).first
     if not first:
         raise NotApplicable("the window has dropped no token")
