@@ -1,4 +1,4 @@
-"""Engine: the five functions that an engine gives the suite, and the parts that it may have besides.
+"""Engine: the five functions that an engine gives the suite, and the parts that it may have.
 
     python -m kvx_conformance engine mymodule:MyEngine
 
@@ -60,7 +60,7 @@ class Engine(Protocol):
     computes: bool = False           `write` runs the model on token ids: it computes K and V
     num_sequences: int = 3           sequences that the cache holds at once
     max_tokens: int = 40             of each sequence
-    span(sequences) -> CacheSpan     as the engine's adapter makes it, in place of describe and table
+    span(sequences) -> CacheSpan     as the engine's adapter makes it; else by describe and table
     reserve(sequence, count)         makes an empty sequence hold `count` tokens of zeros
     keep(sequence, count)            drops all tokens of a sequence but its first `count`
     free(sequence)                   ends a sequence: `table` then says length 0, or raises

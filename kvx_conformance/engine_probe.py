@@ -53,11 +53,14 @@ class Probe:
         return int(getattr(self.engine, "max_tokens", 40))
 
     def part(self, name: str) -> Any:
-        """An optional attribute. Raises NotApplicable."""
-        found = getattr(self.engine, name, None)
-        if found is None:
-            raise NotApplicable(f"the engine has no {name}")
-        return found
+        """An optional function. Raises NotApplicable."""
+        if not self.has(name):
+            raise NotApplicable(f"the engine has no {name}()")
+        return getattr(self.engine, name)
+
+    def has(self, name: str) -> bool:
+        """Whether the engine has an optional function; an attribute of the name may be its own."""
+        return callable(getattr(self.engine, name, None))
 
     def another(self) -> Probe:
         """A second engine of the kind, with the same numbers to come."""
@@ -150,7 +153,7 @@ class Probe:
     def span(self, sequences: Sequence[int] | None = None) -> CacheSpan:
         """Sequences, all that were written if none are given, where they stand now."""
         sequences = [*self.ids] if sequences is None else [*sequences]
-        if hasattr(self.engine, "span"):
+        if self.has("span"):
             found: CacheSpan = self.engine.span(sequences)
             return found
         view, tables = self.view(), [self.table(sequence) for sequence in sequences]
@@ -255,7 +258,7 @@ class Probe:
 
     def bytes(self) -> list[memory.Bytes]:
         """A copy of all bytes that the cache describes, and of all that the engine allocated."""
-        more = self.engine.memory() if hasattr(self.engine, "memory") else []
+        more = self.engine.memory() if self.has("memory") else []
         return [*memory.contents(self.view()), *(np.array(one, copy=True) for one in more)]
 
     def require_refused(self, what: str, call: Callable[[], object]) -> None:
@@ -314,9 +317,7 @@ def engines_of(subject: Any) -> list[Callable[[], Engine]]:
     return [*found]
 
 
-def engine_case(
-    source: str, *, seconds: float = 120
-) -> Callable[[Callable[[Probe], None]], Case]:
+def engine_case(source: str, *, seconds: float = 120) -> Callable[[Callable[[Probe], None]], Case]:
     """A case that runs for each of a subject's engines and three seeds.
 
     It is without object if it is so for all of them.

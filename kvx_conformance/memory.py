@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def elements(tensor: TensorDesc) -> Bytes:
     num_bytes = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if 0 in shape:
         return np.empty(shape, np.uint8)
-    whole = (ctypes.c_uint8 * num_bytes).from_address(tensor.data)
+    whole: Any = (ctypes.c_uint8 * num_bytes).from_address(tensor.data)
     return np.ndarray(shape, np.uint8, whole, strides=strides)
 
 
@@ -62,7 +63,8 @@ def contents(view: CacheView) -> list[Bytes]:
 
 def numbers(view: CacheView, layer: int, kv: str, block: int, offset: int) -> Floats:
     """One token of K or V, (num_kv_heads, head_dim), float32, its scale applied."""
-    tensor = tensors(view)[layer, kv]
+    desc = view.layers[layer]
+    tensor = desc.k if kv == "K" or desc.v is None else desc.v
     found = elements(tensor)[block, offset]
     heads, size = found.shape[0], found.shape[-1]
     raw = np.ascontiguousarray(found).reshape(heads, -1, size)
@@ -102,6 +104,7 @@ _PLAIN = {DType.F32: np.float32, DType.F16: np.float16, DType.S8: np.int8}
 _FP8 = {DType.F8_E4M3: (4, 3, 7), DType.F8_E5M2: (5, 2, 15)}  # exponent, mantissa bits, bias
 
 
+@cache
 def _fp8_table(exponent_bits: int, mantissa_bits: int, bias: int) -> Floats:
     """The number that each of 256 bytes stands for."""
     found = np.empty(256, np.float32)
@@ -121,7 +124,7 @@ def _fp8_table(exponent_bits: int, mantissa_bits: int, bias: int) -> Floats:
 
 
 def _beside(scales: Any, layer: int, block: int, offset: int) -> Any:
-    """Scales or zero points of one token: (1,), (heads, 1), (heads, head_dim) or (heads, groups)."""
+    """Scales or zero points of one token: (1, 1), (heads, 1), (heads, head_dim or groups)."""
     one: ScaleDesc | None = None if scales is None else scales[layer]
     if one is None:
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 from kvx_conformance.case import Wrong
 from kvx_conformance.engine_probe import Probe, engine_case
 from kvx_core import CacheFacts, FactsMismatchError, migrate
 
 # Each with another value, for `another_model_is_refused`.
-_OTHERS = {
+_OTHERS: dict[str, Any] = {
     "fingerprint": "of another model",
     "rope_applied": False,
     "num_layers": 77,
@@ -46,9 +47,9 @@ def facts_are_complete(probe: Probe) -> None:
         raise Wrong(f"facts.engine is {found.engine!r}, expected a name and a version")
 
 
-@engine_case("KVX: a fingerprint that changed between two describes of one cache")
+@engine_case("docs/describe.md, 2: a migration compares the facts of two ends, at any time")
 def facts_are_stable(probe: Probe) -> None:
-    """Facts are the same before and after steps, in a second engine of the kind, and in its views."""
+    """Facts are the same before and after steps, in a second engine, and in its views."""
     probe.filled()
     first = probe.facts()
     probe.write(0, 2)
@@ -60,7 +61,7 @@ def facts_are_stable(probe: Probe) -> None:
         ("in describe()", probe.view().facts),
         ("in a span", probe.span().view.facts),
     ):
-        differ = [f.name for f in fields(CacheFacts) if getattr(found, f.name) != getattr(first, f.name)]
+        differ = _differing(found, first)
         if differ:
             raise Wrong(
                 f"{what}, {differ[0]} is {getattr(found, differ[0])!r}, expected "
@@ -68,7 +69,7 @@ def facts_are_stable(probe: Probe) -> None:
             )
 
 
-@engine_case("vLLM pipeline parallel: layers of another rank")
+@engine_case("tensor and pipeline parallel: a rank holds some heads, and some layers")
 def facts_fit_the_descriptors(probe: Probe) -> None:
     """Facts agree with the layers: how many, their heads, the dims that rotate."""
     found, view = probe.filled().facts(), probe.view()
@@ -84,15 +85,15 @@ def facts_fit_the_descriptors(probe: Probe) -> None:
         raise Wrong(f"facts.rotary is {found.rotary!r} and rotary_dim {found.rotary_dim}")
 
 
-@engine_case("LMCache #1962 and others: K and V of another model under the same prompt")
+@engine_case("docs/describe.md, 2: two caches of one shape can mean different numbers")
 def another_model_is_refused(probe: Probe) -> None:
     """A move to a cache of another model, rotation, window, layer, head or Hadamard rotation is
     refused, at either end."""
     probe.filled()
     plain, held, own = probe.plain(), probe.held(), probe.facts()
     migrate(probe.span(), plain.span, held)
-    others = [replace(plain.view.facts, **{name: value}) for name, value in _OTHERS.items()
-              if getattr(own, name) is not None]  # fmt: skip
+    known = {name: value for name, value in _OTHERS.items() if getattr(own, name) is not None}
+    others = [replace(plain.view.facts, **{name: value}) for name, value in known.items()]
     if own.rotary_dim:
         others.append(replace(plain.view.facts, rotary_dim=own.rotary_dim - 2))
     for facts in others:
@@ -102,6 +103,10 @@ def another_model_is_refused(probe: Probe) -> None:
                 migrate(src, dst, held)
             except FactsMismatchError:
                 continue
-            differ = [f.name for f in fields(CacheFacts)
-                      if getattr(facts, f.name) != getattr(plain.view.facts, f.name)]  # fmt: skip
+            differ = _differing(facts, plain.view.facts)
             raise Wrong(f"a move between caches whose {differ[0]} differs was taken")
+
+
+def _differing(a: CacheFacts, b: CacheFacts) -> list[str]:
+    """The names of the facts that differ."""
+    return [f.name for f in fields(CacheFacts) if getattr(a, f.name) != getattr(b, f.name)]

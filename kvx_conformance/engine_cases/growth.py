@@ -10,9 +10,9 @@ from kvx_conformance.engine_probe import REFUSALS, Probe, engine_case, require_s
 from kvx_core import CacheView, migrate
 
 
-@engine_case("HF: each step of a DynamicCache makes new tensors; MLX grows by 256 tokens")
+@engine_case("docs/transformers.md: each step of a DynamicCache makes new tensors; docs/mlx.md")
 def described_again_it_is_right(probe: Probe) -> None:
-    """However much a cache has grown since it was described, it is right when it is described again."""
+    """However much a cache has grown since it was described, described again it is right."""
     probe.write(0, 2)
     while len(probe.ids[0]) + 5 <= probe.room:
         probe.write(0, 5)
@@ -21,7 +21,7 @@ def described_again_it_is_right(probe: Probe) -> None:
         raise Wrong(f"the table is {probe.table(0)} after {len(probe.ids[0])} tokens")
 
 
-@engine_case("MLX: while a view is kept, the next step copies the whole cache elsewhere")
+@engine_case("docs/mlx.md: while a view is kept, the next step copies the whole cache elsewhere")
 def an_old_view_is_refused_or_right(probe: Probe) -> None:
     """A move out of a span that was made before the cache grew is refused, or gives its tokens."""
     probe.write(0, 3)
@@ -36,7 +36,7 @@ def an_old_view_is_refused_or_right(probe: Probe) -> None:
             first = plain.firsts[0]
             if first + i >= probe.table(0).first:
                 read = probe.read(0, first + i)
-                require_same(f"position {first + i}, by a view of before", plain.token(0, i), read, 1e-6)
+                require_same(f"position {first + i}, by an old view", plain.token(0, i), read, 1e-6)
 
 
 @engine_case("docs/transformers.md: a view is valid until the next forward pass")

@@ -24,19 +24,19 @@ def more_than_is_held_is_refused(probe: Probe) -> None:
             _require_refused(probe, plain, sequence, length)
 
 
-@engine_case("HF generate(): the last token was sampled and has no keys yet")
+@engine_case("docs/transformers.md: the last token was sampled and has no keys yet")
 def the_token_that_was_sampled_is_not_held(probe: Probe) -> None:
     """The token after the last that was computed is refused after each step, too."""
     probe.write(0, 4)
     for _ in range(3):
         probe.write(0, 1)
-        (held,) = probe.held([0])
-        _require_refused(probe, probe.plain([0], more=1), 0, held + 1)
+        computed = len(probe.ids[0]) - probe.table(0).first
+        _require_refused(probe, probe.plain([0], more=1), 0, computed + 1)
 
 
-@engine_case("llama.cpp seq_rm, HF crop: tokens that were dropped keep their numbers")
+@engine_case("docs/llama_cpp.md: cells of llama_memory_seq_rm keep their numbers")
 def dropped_tokens_are_refused(probe: Probe) -> None:
-    """After the engine has dropped a sequence's last tokens it holds the others, and refuses more."""
+    """After the engine has dropped a sequence's last tokens it holds the others, and no more."""
     probe.part("keep")
     probe.filled()
     before = probe.read(0, 2)
@@ -52,7 +52,7 @@ def dropped_tokens_are_refused(probe: Probe) -> None:
     probe.require_as_described([0])
 
 
-@engine_case("vLLM: a step of no tokens")
+@engine_case("docs/spec.md 5.3: lengths of 0")
 def no_tokens_move_nothing(probe: Probe) -> None:
     """A move of no tokens is taken, and changes no byte."""
     probe.filled()
@@ -62,12 +62,14 @@ def no_tokens_move_nothing(probe: Probe) -> None:
     there = memory.contents(plain.view)
     migrate(probe.span([0]), plain.span, [0])
     migrate(plain.span, probe.span([0]), [0])
-    for then, now in zip([*before, *there], [*probe.bytes(), *memory.contents(plain.view)], strict=True):
+    for then, now in zip(
+        [*before, *there], [*probe.bytes(), *memory.contents(plain.view)], strict=True
+    ):
         if not np.array_equal(then, now):
             raise Wrong("a move of no tokens has written")
 
 
-@engine_case("MLX, llama.cpp: a sequence that was never begun")
+@engine_case("a sequence that was never begun, or has ended")
 def a_sequence_that_is_not_there_holds_nothing(probe: Probe) -> None:
     """Before its first token, a sequence has no token in the table."""
     if len(probe.sequences) > 1:

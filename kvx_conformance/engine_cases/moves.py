@@ -10,7 +10,7 @@ from kvx_conformance.engine_probe import REFUSALS, SENTINEL, Probe, engine_case,
 from kvx_core import ScaleGranularity, migrate, verify
 
 
-@engine_case("spec E.3: a copy is exact")
+@engine_case("docs/spec.md E.3: a copy is exact")
 def tokens_arrive(probe: Probe) -> None:
     """A move to a plain cache gives each number that the engine reads."""
     probe.filled()
@@ -23,7 +23,7 @@ def tokens_arrive(probe: Probe) -> None:
             require_same(name, plain.token(row, i), probe.read(sequence, table.first + i), rtol)
 
 
-@engine_case("spec E.3: a copy is exact")
+@engine_case("docs/spec.md E.3: a copy is exact")
 def tokens_come_back(probe: Probe) -> None:
     """Tokens that went to a plain cache, were wiped and came back are the same bytes, and every
     byte around them has stayed."""
@@ -44,7 +44,7 @@ def tokens_come_back(probe: Probe) -> None:
             raise Wrong(f"{int((then != now).sum())} bytes differ after tokens went and came back")
 
 
-@engine_case("OpenVINO u8: K of all tokens of a block has the scales of the block")
+@engine_case("docs/spec.md E.14: a block of units that cover its tokens is written as one")
 def tokens_behind_stay(probe: Probe) -> None:
     """A move into the first tokens of a sequence leaves those behind them as they are, or is
     refused."""
@@ -68,7 +68,7 @@ def tokens_behind_stay(probe: Probe) -> None:
             raise Wrong(f"K of position {position} changed in a move of the four first tokens")
 
 
-@engine_case("hybrid_state trap 22: attention that is not tested; a cache of zeros says tokens, too")
+@engine_case("a cache of zeros says tokens, too: only keys and values tell")
 def the_engine_goes_on(probe: Probe) -> None:
     """An engine that computes the next token on tokens that moved into its cache computes the keys
     and values that their source does; on a cache of zeros it does not."""
@@ -119,7 +119,9 @@ def verify_finds_a_byte(probe: Probe) -> None:
         found = verify(probe.span(), plain.span, held)
         element[at] ^= 1
         if found.ok or found.difference is None:
-            raise Wrong(f"a bit of layer {layer} {kv}, token {token} flipped, and verify says {found}")
+            raise Wrong(
+                f"a bit of layer {layer} {kv}, token {token} flipped, and verify says {found}"
+            )
         got = found.difference
         row = [*probe.ids].index(sequence)
         wanted = (layer, kv, row, token, head)
@@ -132,5 +134,3 @@ def _require_equal(probe: Probe, other: object, held: list[int]) -> None:
     found = verify(probe.span(), other, held)  # type: ignore[arg-type]
     if not found.ok or found.num_tokens != sum(held):
         raise Wrong(f"verify says {found}, expected {sum(held)} equal tokens")
-
-

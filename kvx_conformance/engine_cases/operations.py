@@ -11,7 +11,7 @@ from kvx_conformance.plain import Plain
 from kvx_core import migrate
 
 
-@engine_case("OpenVINO start_async, MLX prepare before finalize, llama.cpp seq_add before decode")
+@engine_case("docs/openvino.md: start_async; docs/mlx.md: prepare; docs/llama_cpp.md: seq_add")
 def the_middle_is_refused(probe: Probe) -> None:
     """While an operation is under way a move is refused or gives the tokens as they are after it,
     by a span made before it or in it."""
@@ -34,7 +34,7 @@ def the_middle_is_refused(probe: Probe) -> None:
     del operation
 
 
-@engine_case("the same")
+@engine_case("docs/mlx.md: finalize() moves the tokens of a batch")
 def the_end_is_right(probe: Probe) -> None:
     """After the operation the cache is described again, and each token stands where it says."""
     probe.part("operation")
@@ -47,7 +47,7 @@ def the_end_is_right(probe: Probe) -> None:
     _require_as_after(probe, plain, held, "after")
 
 
-@engine_case("vLLM: a load into blocks that a step writes")
+@engine_case("docs/openvino.md: a request that runs writes into the pools")
 def the_middle_is_not_written(probe: Probe) -> None:
     """While an operation is under way a move into the cache is refused, or its tokens are there
     after it."""

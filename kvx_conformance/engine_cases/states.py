@@ -25,7 +25,7 @@ def tokens_have_their_own_positions(probe: Probe) -> None:
                 raise Wrong(f"sequence {sequence} is at positions {found}, expected {wanted}")
 
 
-@engine_case("llama.cpp rotates neighbouring dims, transformers halves; rope_applied says whether")
+@engine_case("docs/llama_cpp.md: it rotates neighbouring dims, transformers halves")
 def keys_turn_as_the_facts_say(probe: Probe) -> None:
     """K of one token id at three positions, in layer 0, is the same vector turned in the pairs of
     dims that the facts give, by angles that grow with the position; V is the same."""
@@ -61,11 +61,13 @@ def keys_turn_as_the_facts_say(probe: Probe) -> None:
         raise Wrong("K turns by other angles from position 0 to 4 than from 4 to 8")
     if np.abs(k[1] - k[0]).max() < 10 * tolerance * scale:
         raise Wrong("K of layer 0 does not depend on the position, and the facts say it is rotated")
-    if any(np.abs(k[i][:, dim:] - k[0][:, dim:]).max(initial=0) > tolerance * scale for i in (1, 2)):
+    if any(
+        np.abs(k[i][:, dim:] - k[0][:, dim:]).max(initial=0) > tolerance * scale for i in (1, 2)
+    ):
         raise Wrong(f"dims of K behind rotary_dim, {dim}, depend on the position")
 
 
-@engine_case("hybrid_state trap 5: a state after N - 1 or N + 1 tokens taken for one after N")
+@engine_case("a state after N - 1 or N + 1 tokens, taken for one after N, gives other text")
 def a_state_stands_for_its_tokens(probe: Probe) -> None:
     """A state stands for exactly the tokens that were computed, after each step."""
     state = probe.part("state")
@@ -75,7 +77,7 @@ def a_state_stands_for_its_tokens(probe: Probe) -> None:
             raise Wrong(f"the state is at {state(0).position}, expected {len(probe.ids[0])} tokens")
 
 
-@engine_case("hybrid_state trap 24: HF and MLX keep writing to what was exported")
+@engine_case("HF and MLX go on writing to the state that they have handed out")
 def a_state_that_was_exported_stays(probe: Probe) -> None:
     """A state does not change when the engine goes on."""
     state = probe.part("state")
@@ -89,7 +91,7 @@ def a_state_that_was_exported_stays(probe: Probe) -> None:
             raise Wrong("the state that was exported after 6 tokens changed in later steps")
 
 
-@engine_case("hybrid_state traps 4 and 18: a state cannot be cut, and one of zeros may look right")
+@engine_case("llama.cpp #26676: a session is restored with none of its tokens")
 def a_state_goes_on_alike(probe: Probe) -> None:
     """An engine that goes on from a state has the state of the one that it came from; one that goes
     on from the state of a token less has not."""
@@ -117,7 +119,7 @@ def a_state_goes_on_alike(probe: Probe) -> None:
         raise Wrong("the state does not show which tokens it is of: one of a token less is as good")
 
 
-@engine_case("llama.cpp: a state that is cut off")
+@engine_case("docs/llama_cpp.md: a state that is cut off")
 def a_state_that_is_cut_is_refused(probe: Probe) -> None:
     """A state whose data lack their end is refused."""
     probe.part("set_state")

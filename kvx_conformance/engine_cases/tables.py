@@ -14,7 +14,7 @@ from kvx_conformance.engine_probe import REFUSALS, Probe, engine_case, require_s
 from kvx_core import CacheSpan, migrate
 
 
-@engine_case("hybrid_state trap 9: a block is offered that is not in the table")
+@engine_case("two tokens in one place: the later one wins, and nothing shows it")
 def no_place_has_two_tokens(probe: Probe) -> None:
     """No place of the cache belongs to two tokens, of one sequence or of two."""
     view = probe.filled().view()
@@ -30,7 +30,7 @@ def no_place_has_two_tokens(probe: Probe) -> None:
             owners[at] = sequence, position
 
 
-@engine_case("vLLM: num_computed_tokens runs behind the tokens of a request by the sampled one")
+@engine_case("docs/vllm.md: a request has a token more than are computed")
 def the_length_is_that_of_the_cache(probe: Probe) -> None:
     """After each step the table has the tokens that were computed, in each sequence."""
     for step in (4, 1, 3, 1):
@@ -44,7 +44,7 @@ def the_length_is_that_of_the_cache(probe: Probe) -> None:
                 )
 
 
-@engine_case("HF, MLX: an engine keeps writing to a table that was handed out")
+@engine_case("an engine goes on writing to the list that it has handed out as a table")
 def a_table_stays_as_it_was_given(probe: Probe) -> None:
     """A table that was taken before a step still has the places of the tokens that it had, or a
     move by it is refused."""
@@ -56,7 +56,7 @@ def a_table_stays_as_it_was_given(probe: Probe) -> None:
         raise Wrong(f"the table became {table}, expected {before}")
 
 
-@engine_case("SGLang #22319, vLLM: a block table that is one block short")
+@engine_case("a table that was taken before the step that crossed a block's end")
 def a_short_table_is_refused(probe: Probe) -> None:
     """A table with a block less than its tokens need is refused, at either end."""
     probe.filled()
@@ -67,7 +67,7 @@ def a_short_table_is_refused(probe: Probe) -> None:
     _require_refused(probe, "a table that is one block short", short)
 
 
-@engine_case("llm-d, LMCache: block ids of another worker's cache")
+@engine_case("docs/security.md: ids of another cache, or made up")
 def hostile_ids_are_refused(probe: Probe) -> None:
     """A table with an id that the cache does not have, or below 0, is refused, at either end."""
     probe.filled()
@@ -85,7 +85,7 @@ def hostile_ids_are_refused(probe: Probe) -> None:
                 _require_refused(probe, f"block id {bad} in column {i}", hostile)
 
 
-@engine_case("spec 5.1: two tokens of a call that go to one place")
+@engine_case("docs/describe.md: a place that two tokens of a call would overwrite")
 def duplicates_are_refused_to_write(probe: Probe) -> None:
     """A table that names a block or slot twice is refused where tokens would be written."""
     probe.filled()
@@ -105,7 +105,7 @@ def duplicates_are_refused_to_write(probe: Probe) -> None:
     probe.require_refused(what, lambda: migrate(plain.span, there, [table.length]))
 
 
-@engine_case("vLLM: block 0 is the null block, which all sequences share")
+@engine_case("docs/vllm.md: block 0 is the null block, which all sequences share")
 def the_null_block_is_refused(probe: Probe) -> None:
     """A table that has the null block where a token of the call stands is refused."""
     probe.filled()
@@ -118,7 +118,7 @@ def the_null_block_is_refused(probe: Probe) -> None:
         _require_refused(probe, f"the null block in column {i}", with_null)
 
 
-@engine_case("TensorRT-LLM, vLLM: rows of a table are padded with what was there before")
+@engine_case("rows of a table are padded with what was there before")
 def padding_is_not_read(probe: Probe) -> None:
     """Ids behind the blocks that a sequence needs are not read: any may stand there."""
     probe.filled()
@@ -130,7 +130,7 @@ def padding_is_not_read(probe: Probe) -> None:
         require_same(f"token {i}", plain.token(0, i), probe.read(0, table.first + i), 1e-6)
 
 
-@engine_case("vLLM #53194: a request that has ended, and whose blocks are another's")
+@engine_case("docs/vllm.md: blocks of a request that has ended are another's")
 def an_ended_sequence_has_no_table(probe: Probe) -> None:
     """After a sequence has ended its table has no token, and a span that was made before is refused
     or still gives its tokens."""
@@ -153,7 +153,7 @@ def an_ended_sequence_has_no_table(probe: Probe) -> None:
         require_same(f"token {i} of a sequence that has ended", plain.token(0, i), token, 1e-6)
 
 
-@engine_case("vLLM: a pool that has served other requests has their bytes in it")
+@engine_case("a pool that has served others has their bytes in it; a new one hides it")
 def a_used_cache_is_as_good_as_new(probe: Probe) -> None:
     """Tokens of a sequence that takes the blocks of one that has ended stand right."""
     end = probe.part("free")

@@ -9,7 +9,7 @@ from kvx_conformance.engine_probe import Probe, engine_case, require_same
 from kvx_core import FactsMismatchError, migrate
 
 
-@engine_case("HF: a dynamic window holds window - 1 tokens, a static one window")
+@engine_case("docs/transformers.md: a dynamic window holds window - 1 tokens, a static one window")
 def the_window_holds_the_last_tokens(probe: Probe) -> None:
     """A windowed cache holds all tokens until the window is full and then its last ones, at least
     window - 1, each where the table says."""
@@ -25,7 +25,7 @@ def the_window_holds_the_last_tokens(probe: Probe) -> None:
         probe.require_as_described([0])
 
 
-@engine_case("MLX RotatingKVCache: the next slot is not that of the oldest token plus length")
+@engine_case("docs/mlx.md: a prompt lies in order in a ring, single tokens go round")
 def a_ring_moves_in_order(probe: Probe) -> None:
     """A move out of a ring that has turned gives its tokens in the order of their positions."""
     window = _window(probe)
@@ -39,7 +39,7 @@ def a_ring_moves_in_order(probe: Probe) -> None:
             require_same(f"position {table.first + i}", plain.token(0, i), read, 1e-6)
 
 
-@engine_case("vLLM: blocks that a window has left are null, or another request's")
+@engine_case("docs/architecture.md: blocks that a window has left are not read")
 def dropped_tokens_cannot_be_read(probe: Probe) -> None:
     """A token that the window has dropped is not read, and the engine says so."""
     window = _window(probe)
@@ -75,7 +75,7 @@ def tokens_keep_their_positions(probe: Probe) -> None:
         raise Wrong(f"tokens from position {first} on moved to position {other}")
 
 
-@engine_case("vLLM 0.30: a windowed group whose facts said full attention")
+@engine_case("docs/describe.md, 2: the window is a fact that a migration compares")
 def the_window_is_a_fact(probe: Probe) -> None:
     """A cache that drops tokens says its window, and a cache of another window takes none of it."""
     for sequence in probe.sequences[:1]:

@@ -1,8 +1,9 @@
-"""HF transformers on the CPU: DynamicCache, StaticCache, windows, the pages of continuous batching."""
+"""HF transformers on the CPU: DynamicCache, StaticCache, windows, continuous batching."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,8 +104,6 @@ class Windowed(Dynamic):
         return Table(held, first=count - held)
 
     def facts(self) -> CacheFacts:
-        from dataclasses import replace
-
         return replace(super().facts(), window=mistral().config.sliding_window)
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU: cells of three sequences in one cache, V transposed or not, Q8_0; states."""
+"""llama.cpp on the CPU: three sequences in one cache, V transposed or not, Q8_0; states."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Transposed:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """A context shift: the first four tokens go, the others move up, keys turn at the next step."""
+        """A context shift: four tokens go, the others move up, keys turn at the next step."""
         memory = library().llama_get_memory(self.context.context)
         assert library().llama_memory_seq_rm(memory, 0, 0, 4)
         library().llama_memory_seq_add(memory, 0, 4, -1, -4)

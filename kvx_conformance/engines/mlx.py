@@ -73,8 +73,7 @@ class Keeping(Plain):
             layer.trim(layer.offset - count)
 
     def reserve(self, sequence: int, count: int) -> None:
-        sizes = {"batch_size": 1, "num_kv_heads": 2, "head_dim": 32}
-        adapter.reserve(self.cache, num_tokens=count, **sizes)
+        adapter.reserve(self.cache, batch_size=1, num_tokens=count, num_kv_heads=2, head_dim=32)
 
 
 class EightBits(Keeping):
@@ -86,7 +85,10 @@ class EightBits(Keeping):
         return QuantizedKVCache(group_size=32, bits=8)
 
     def arrays(self, layer: Any) -> Any:
-        return [mx.dequantize(*half, 32, 8) for half in (layer.keys, layer.values)]
+        return [
+            mx.dequantize(codes, scales, biases, group_size=32, bits=8)
+            for codes, scales, biases in (layer.keys, layer.values)
+        ]
 
 
 class Ring(Plain):
@@ -99,7 +101,9 @@ class Ring(Plain):
 
     def read(self, sequence: int, position: int) -> tuple[Floats, Floats]:
         layer = self.cache[0]
-        ordered = [[one._temporal_order(half) for half in (one.keys, one.values)] for one in self.cache]
+        ordered = [
+            [one._temporal_order(half) for half in (one.keys, one.values)] for one in self.cache
+        ]
         at = position - layer.offset + ordered[0][0].shape[2]
         if not 0 <= at < ordered[0][0].shape[2]:
             raise LookupError(position)

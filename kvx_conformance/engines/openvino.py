@@ -1,4 +1,4 @@
-"""OpenVINO's paged attention on the CPU: pools of float32, float16 and bytes, on a table of blocks."""
+"""OpenVINO's paged attention on the CPU: pools of float32, float16 and bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 32
 class Float32:
     """Pools of 9 blocks of 32 tokens, handed out in no order."""
 
-    computes, num_sequences, max_tokens = True, 3, 75
+    computes, num_sequences, max_tokens = True, 3, 45
     precision = "f32"
 
     def __init__(self) -> None:
@@ -39,9 +39,7 @@ class Float32:
         self.lengths: dict[int, int] = {}
 
     def describe(self) -> CacheView:
-        return adapter.cache_view(
-            self.compiled, self.pools, self.facts(), requests=[self.request]
-        )
+        return adapter.cache_view(self.compiled, self.pools, self.facts(), requests=[self.request])
 
     def span(self, sequences: Sequence[int]) -> CacheSpan:
         chosen = [*sequences]

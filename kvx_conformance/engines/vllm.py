@@ -10,6 +10,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -61,13 +62,15 @@ def _vector(pages: Any, block: int, offset: int) -> tuple[Any, Any]:
     pages: (blocks, heads, tokens, 2 * dim). Source: vllm 0.32 csrc/cpu/cpu_attn_vec.hpp
     """
     k, v = pages[block].reshape(_HEADS, 2, BLOCK_SIZE * _DIM).unbind(1)
-    return k.view(_HEADS, _DIM, BLOCK_SIZE)[..., offset], v.view(_HEADS, BLOCK_SIZE, _DIM)[:, offset]
+    return k.view(_HEADS, _DIM, BLOCK_SIZE)[..., offset], v.view(_HEADS, BLOCK_SIZE, _DIM)[
+        :, offset
+    ]
 
 
 class Requests:
-    """Requests of a vllm.LLM in float32. Each has a long prompt, of which a step computes a part."""
+    """Requests of a vllm.LLM in float32, each with a long prompt. A step computes a part of it."""
 
-    computes, num_sequences, max_tokens = True, 3, 75
+    computes, num_sequences, max_tokens = True, 3, 45
 
     def __init__(self) -> None:
         self.engine = _llm().llm_engine
@@ -143,7 +146,7 @@ class Fp8:
     """E4M3 by vLLM's own op on CPU, with a scale for K and one for V of each layer; blocks of its
     own pool."""
 
-    num_sequences, max_tokens = 3, 75
+    num_sequences, max_tokens = 3, 45
     name = "fp8_e4m3"
 
     def __init__(self) -> None:
@@ -174,8 +177,6 @@ class Fp8:
         )
 
     def span(self, sequences: Sequence[int]) -> CacheSpan:
-        from dataclasses import replace
-
         chosen = [*sequences]
         tables = [[*(self.table(one).blocks or ())] for one in chosen]
         width = max(map(len, tables))
@@ -194,7 +195,9 @@ class Fp8:
                 for p in range(at, at + count)
             ]
         )
-        for i, (cache_, (k_scale, v_scale)) in enumerate(zip(self.caches, self.scales, strict=True)):
+        for i, (cache_, (k_scale, v_scale)) in enumerate(
+            zip(self.caches, self.scales, strict=True)
+        ):
             impl: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
             impl.attn_type, impl.kv_cache_dtype = "decoder", self.name
             layer: Any = SimpleNamespace(isa="vec", _k_scale_float=k_scale, _v_scale_float=v_scale)
@@ -229,8 +232,6 @@ class Fp8:
             fingerprint=llama().fingerprint,
             first_kv_head=0,
         )
-        from dataclasses import replace
-
         return replace(found, num_layers=_LAYERS, first_layer=0, window=0)
 
     def free(self, sequence: int) -> None:

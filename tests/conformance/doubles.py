@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,19 @@ from kvx_conformance.engine import State, Table
 from kvx_core import CacheDesc, CacheFacts, CacheView, ScaleDesc, describe
 
 LAYERS, HEADS, DIM = 2, 3, 6
+
+# The name of a case, and an engine that it has to find wrong.
+FAULTS: list[tuple[str, Any]] = []
+
+
+def fault(case: str) -> Any:
+    """Of the case that has to find it."""
+
+    def add(engine: Any) -> Any:
+        FAULTS.append((case, engine))
+        return engine
+
+    return add
 
 
 class Paged:
@@ -49,13 +63,13 @@ class Paged:
         return CacheDesc.from_kv(describe(self.k[i], "BLOCK_HND"), describe(self.v[i], "BLOCK_HND"))
 
     def span(self, sequences: Any) -> Any:
-        from dataclasses import replace
-
         tables = [self.table(one) for one in sequences]
         width = max(len(one.blocks or ()) for one in tables)
         rows = [[*(one.blocks or ()), *[-1] * (width - len(one.blocks or ()))] for one in tables]
         chosen = [*sequences]
-        return replace(self.describe(), holds=lambda: [self.lengths.get(s, 0) for s in chosen]).at(rows)
+        return replace(self.describe(), holds=lambda: [self.lengths.get(s, 0) for s in chosen]).at(
+            rows
+        )
 
     def write(self, sequence: int, tokens: Any, keys: Any, values: Any) -> None:
         blocks = self.blocks.setdefault(sequence, [])
@@ -63,7 +77,9 @@ class Paged:
             at = self.lengths.get(sequence, 0)
             if at // self.block_size >= len(blocks):
                 blocks.append(self.unused.pop())
-            self.store(blocks[at // self.block_size], at % self.block_size, keys[:, i], values[:, i])
+            self.store(
+                blocks[at // self.block_size], at % self.block_size, keys[:, i], values[:, i]
+            )
             self.lengths[sequence] = at + 1
 
     def store(self, block: int, offset: int, key: Any, value: Any) -> None:
@@ -140,22 +156,16 @@ class Scaled(Paged):
         self.scales = [rng.uniform(0.1, 0.9, (2, HEADS)).astype(np.float32) for _ in range(LAYERS)]
 
     def layer(self, i: int) -> CacheDesc:
-        halves = (
-            describe(one[i], "BLOCK_HND", dtype="float8_e4m3fn") for one in (self.k, self.v)
-        )
+        halves = (describe(one[i], "BLOCK_HND", dtype="float8_e4m3fn") for one in (self.k, self.v))
         return CacheDesc.from_kv(*halves)
 
     def describe(self) -> Any:
-        from dataclasses import replace
-
         k, v = (
             tuple(ScaleDesc.of(scale[half], "PER_HEAD") for scale in self.scales) for half in (0, 1)
         )
         return replace(super().describe(), k_scales=k, v_scales=v)
 
     def facts(self) -> CacheFacts:
-        from dataclasses import replace
-
         return replace(super().facts(), scale_convention="multiply")
 
     def store(self, block: int, offset: int, key: Any, value: Any) -> None:
@@ -179,7 +189,7 @@ class Scaled(Paged):
 
 
 class Growing:
-    """(sequence, head, token, dim) with room for 8 tokens more than were written when it was full."""
+    """(sequence, head, token, dim): when it is full it moves, with room for 8 tokens more."""
 
     num_sequences = 2
 
@@ -268,8 +278,6 @@ class Window:
         return Table(self.held(), slots=slots, first=first)
 
     def facts(self) -> CacheFacts:
-        from dataclasses import replace
-
         return replace(Paged.facts(self), window=self.window)  # type: ignore[arg-type]
 
 
