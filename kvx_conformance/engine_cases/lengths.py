@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from kvx_conformance import memory
@@ -36,12 +38,18 @@ def the_token_that_was_sampled_is_not_held(probe: Probe) -> None:
 
 @engine_case("docs/llama_cpp.md: cells of llama_memory_seq_rm keep their numbers")
 def dropped_tokens_are_refused(probe: Probe) -> None:
-    """After the engine has dropped a sequence's last tokens it holds the others, and no more."""
+    """After the engine has dropped a sequence's last tokens it holds the others, and no more; a
+    span that was made before is refused for more, too."""
     probe.part("keep")
     probe.filled()
     before = probe.read(0, 2)
     (held,) = probe.held([0])
+    kept, plain = probe.span([0]), probe.plain([0])
     probe.keep(0, held - 4)
+    what = "with tokens that were dropped since"
+    probe.require_refused(f"a source {what}", partial(migrate, kept, plain.span, [held]))
+    probe.require_refused(f"a destination {what}", partial(migrate, plain.span, kept, [held]))
+    del kept
     if probe.held([0]) != [held - 4]:
         raise Wrong(f"the table is {probe.table(0)} after a drop to {held - 4} tokens")
     probe.require_as_described([0])
