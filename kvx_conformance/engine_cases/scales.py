@@ -80,7 +80,7 @@ def the_convention_is_said(probe: Probe) -> None:
         raise Wrong(f"scale_convention is {probe.facts().scale_convention!r}, expected 'multiply'")
 
 
-@engine_case("docs/formats.md: what FP8 rounds, and what it does not")
+@engine_case("docs/spec.md E.6: what a number becomes in FP8, and back")
 def fp8_goes_and_comes_back(probe: Probe) -> None:
     """Tokens that go to float32 and back are the same bytes, by the same scales."""
     view = _scaled(probe.filled())

@@ -30,7 +30,7 @@ def no_place_has_two_tokens(probe: Probe) -> None:
             owners[at] = sequence, position
 
 
-@engine_case("docs/vllm.md: a request has a token more than are computed")
+@engine_case("kvx_adapters/vllm/live.py: the token that was sampled last is not computed")
 def the_length_is_that_of_the_cache(probe: Probe) -> None:
     """After each step the table has the tokens that were computed, in each sequence."""
     for step in (4, 1, 3, 1):
@@ -67,7 +67,7 @@ def a_short_table_is_refused(probe: Probe) -> None:
     _require_refused(probe, "a table that is one block short", short)
 
 
-@engine_case("docs/security.md: ids of another cache, or made up")
+@engine_case("docs/describe.md, What is refused: a table with a block that is not there")
 def hostile_ids_are_refused(probe: Probe) -> None:
     """A table with an id that the cache does not have, or below 0, is refused, at either end."""
     probe.filled()
@@ -105,7 +105,7 @@ def duplicates_are_refused_to_write(probe: Probe) -> None:
     probe.require_refused(what, lambda: migrate(plain.span, there, [table.length]))
 
 
-@engine_case("docs/vllm.md: block 0 is the null block, which all sequences share")
+@engine_case("docs/describe.md: null_block_id; vLLM's is 0, in the rows of all sequences")
 def the_null_block_is_refused(probe: Probe) -> None:
     """A table that has the null block where a token of the call stands is refused."""
     probe.filled()
@@ -130,7 +130,7 @@ def padding_is_not_read(probe: Probe) -> None:
         require_same(f"token {i}", plain.token(0, i), probe.read(0, table.first + i), 1e-6)
 
 
-@engine_case("docs/vllm.md: blocks of a request that has ended are another's")
+@engine_case("kvx_adapters/vllm/live.py: a request is finished, and its blocks are free")
 def an_ended_sequence_has_no_table(probe: Probe) -> None:
     """After a sequence has ended its table has no token, and a span that was made before is refused
     or still gives its tokens."""

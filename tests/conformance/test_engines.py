@@ -165,3 +165,12 @@ def test_a_real_engine_passes(name: str, tmp_path: Path) -> None:
     assert not wrong
     assert found.returncode == 0
     assert sum(one["outcome"] == "pass" for one in results) >= 28
+
+
+def test_the_page_has_each_case() -> None:
+    """With its promise and source as `--list` prints them."""
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    rows = {f"| `{one.name}` | {one.says} | {one.source} |" for one in CASES.values()}
+    assert rows <= set(page.splitlines())
+    named = set(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.M))
+    assert set(CASES) <= named
