@@ -74,7 +74,7 @@ def the_engine_goes_on(probe: Probe) -> None:
     and values that their source does; on a cache of zeros it does not."""
     if not probe.computes:
         raise NotApplicable("the engine is given its keys and values")
-    reserve = probe.part("reserve")
+    probe.part("reserve")
     count = min(17, probe.room - 4, (probe.facts().window or 99) - 1)
     ids = probe.rng.integers(0, 100, count + 1).tolist()
     probe.write(0, count, ids=ids[:count])
@@ -94,7 +94,6 @@ def the_engine_goes_on(probe: Probe) -> None:
         raise Wrong(f"K of the next token differs by {errors[0]:.3g} of its size after a move")
     if errors[1] < 0.01:
         raise Wrong("K of the next token is the same on a cache of zeros: it shows nothing")
-    del reserve
 
 
 @engine_case("docs/describe.md, 4: verify reads both ends through their descriptions")

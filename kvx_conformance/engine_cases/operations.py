@@ -15,7 +15,7 @@ from kvx_core import migrate
 def the_middle_is_refused(probe: Probe) -> None:
     """While an operation is under way a move is refused or gives the tokens as they are after it,
     by a span made before it or in it."""
-    operation = probe.part("operation")
+    probe.part("operation")
     for when in ("before", "in"):
         one = probe.another()
         one.filled()
@@ -31,7 +31,6 @@ def the_middle_is_refused(probe: Probe) -> None:
         del kept
         if moved:
             _require_as_after(one, plain, held, when)
-    del operation
 
 
 @engine_case("docs/mlx.md: finalize() moves the tokens of a batch")

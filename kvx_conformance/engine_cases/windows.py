@@ -42,12 +42,7 @@ def a_ring_moves_in_order(probe: Probe) -> None:
 @engine_case("docs/architecture.md: blocks that a window has left are not read")
 def dropped_tokens_cannot_be_read(probe: Probe) -> None:
     """A token that the window has dropped is not read, and the engine says so."""
-    window = _window(probe)
-    probe.write(0, 2 * window + 2)
-    probe.write(0, 1)
-    first = probe.table(0).first
-    if not first:
-        raise NotApplicable("the window has dropped no token")
+    first = _turned(probe)
     try:
         probe.read(0, first - 1)
     except LookupError:
@@ -58,12 +53,7 @@ def dropped_tokens_cannot_be_read(probe: Probe) -> None:
 @engine_case("docs/describe.md, Positions and holes: K is rotated for its position")
 def tokens_keep_their_positions(probe: Probe) -> None:
     """Tokens of a window go to their own positions: a move to others is refused."""
-    window = _window(probe)
-    probe.write(0, 2 * window + 2)
-    probe.write(0, 1)
-    first = probe.table(0).first
-    if not first:
-        raise NotApplicable("the window has dropped no token")
+    first = _turned(probe)
     plain, held = probe.plain([0]), probe.held([0])
     migrate(probe.span([0]), plain.span, held)
     for other in (0, first - 1, first + 1):
@@ -100,3 +90,14 @@ def _window(probe: Probe) -> int:
     if 2 * window + 8 > probe.room:
         raise NotApplicable(f"a window of {window} tokens is never full")
     return window
+
+
+def _turned(probe: Probe) -> int:
+    """Writes until the window has dropped tokens; the position of the first that is held."""
+    window = _window(probe)
+    while not probe.table(0).first and len(probe.ids.get(0, ())) + window + 1 <= probe.room:
+        probe.write(0, window)
+        probe.write(0, 1)  # a ring takes single tokens otherwise than a prompt
+    if not probe.table(0).first:
+        raise NotApplicable("the window has dropped no token")
+    return probe.table(0).first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,9 @@ class Buffers:
     def keep(self, sequence: int, count: int) -> None:
         """The caller counts: the next attention mask is shorter."""
         self.live.reserve(count)
+
+    def memory(self) -> list[Any]:
+        return [np.asarray(buffer).view(np.uint8) for buffer in self.live.buffers.values()]
 
 
 ENGINES = (Buffers,)

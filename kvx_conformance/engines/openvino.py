@@ -108,6 +108,9 @@ class Float32:
         self.unused += self.blocks.pop(sequence)
         del self.lengths[sequence]
 
+    def memory(self) -> list[Any]:
+        return [pool.view(np.uint8) for pool in self.pools.values()]
+
     @contextmanager
     def operation(self) -> Iterator[None]:
         """A run that has been started and not waited for."""

@@ -26,8 +26,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.block_pool import BlockPool
 
 from kvx_adapters import vllm as adapter
+from kvx_adapters.cli.engines import Model
 from kvx_conformance.engine import Floats, Table
-from kvx_conformance.engines.tiny import llama
+from kvx_conformance.engines.tiny import llama, mistral
 from kvx_core import CacheFacts, CacheSpan, CacheView
 
 BLOCK_SIZE = 32  # the smallest that vLLM takes on CPU
@@ -36,9 +37,9 @@ _numbers = itertools.count()
 
 
 @cache
-def _llm() -> Any:
+def _llm(model: Model) -> Any:
     folder = tempfile.TemporaryDirectory()
-    llama().llama.save_pretrained(folder.name)
+    model.llama.save_pretrained(folder.name)
     made = vllm.LLM(
         model=folder.name,
         skip_tokenizer_init=True,
@@ -73,19 +74,23 @@ class Requests:
     computes, num_sequences, max_tokens = True, 3, 45
 
     def __init__(self) -> None:
-        self.engine = _llm().llm_engine
+        self.llm = _llm(self.model())
+        self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.names: dict[int, str] = {}
         weakref.finalize(self, _end, self.engine, self.names)
 
+    def model(self) -> Model:
+        return llama()
+
     def describe(self) -> CacheView:
-        return adapter.live_view(_llm(), fingerprint=llama().fingerprint)
+        return adapter.live_view(self.llm, fingerprint=self.model().fingerprint)
 
     def span(self, sequences: Sequence[int]) -> CacheSpan:
         names = [self.names[one] for one in sequences]
-        return adapter.live_span(_llm(), names, fingerprint=llama().fingerprint)
+        return adapter.live_span(self.llm, names, fingerprint=self.model().fingerprint)
 
     def write(self, sequence: int, tokens: Sequence[int], keys: None, values: None) -> None:
         """Puts the tokens into the prompt, and has one step compute them, and no other request."""
@@ -111,7 +116,7 @@ class Requests:
 
     def read(self, sequence: int, position: int) -> tuple[Floats, Floats]:
         table = self.table(sequence)
-        if not 0 <= position < table.length or table.blocks is None:
+        if not table.first <= position < table.first + table.length or table.blocks is None:
             raise LookupError(position)
         block, offset = table.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
         k, v = zip(*(_vector(one, block, offset) for one in self.runner.kv_caches), strict=True)
@@ -136,6 +141,29 @@ class Requests:
 
     def free(self, sequence: int) -> None:
         self.engine.abort_request([self.names.pop(sequence)], internal=True)
+
+
+class Windowed(Requests):
+    """One request of a model whose layers have a window of 9: blocks that it has left are null."""
+
+    num_sequences, max_tokens = 1, 75
+    span: Any = None  # that of live_span begins at position 0
+
+    def model(self) -> Model:
+        return mistral()
+
+    def describe(self) -> CacheView:
+        return replace(super().describe(), holds=lambda: self.held(0))
+
+    def held(self, sequence: int) -> int:
+        table = self.table(sequence)
+        return table.first + table.length
+
+    def table(self, sequence: int) -> Table:
+        found = super().table(sequence)
+        null = sum(block == adapter.NULL_BLOCK_ID for block in found.blocks or ())
+        first = null * BLOCK_SIZE
+        return replace(found, length=found.length - first, first=first)
 
 
 def _end(engine: Any, names: dict[int, str]) -> None:
@@ -234,9 +262,12 @@ class Fp8:
         )
         return replace(found, num_layers=_LAYERS, first_layer=0, window=0)
 
+    def memory(self) -> list[Any]:
+        return [one.numpy() for one in self.caches]
+
     def free(self, sequence: int) -> None:
         self.pool.free_blocks(self.blocks.pop(sequence))
         del self.lengths[sequence]
 
 
-ENGINES = (Requests, Fp8) if torch.cpu._is_avx512_supported() else (Requests,)
+ENGINES = (Requests, Windowed, *([Fp8] if torch.cpu._is_avx512_supported() else []))
