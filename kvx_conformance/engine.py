@@ -54,6 +54,9 @@ class State:
 class Engine(Protocol):
     """An engine's cache, empty when it is made. Sequences are 0 to `num_sequences` - 1.
 
+    All layers have the same heads and head_dim, and hold the same tokens: give layers that differ
+    as another engine of ENGINES.
+
     Optional attributes, each with its default; a case for a part that is not there is without
     object:
 
