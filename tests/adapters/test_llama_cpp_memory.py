@@ -185,29 +185,6 @@ def test_nothing_is_done_where_nothing_waits() -> None:
 # ---- tokens that a sequence holds ----
 
 
-def test_no_more_tokens_than_a_sequence_holds() -> None:
-    """Cells of forgotten tokens are free: they keep their numbers until another sequence comes."""
-    context = Context(tiny(), num_sequences=2, unified=True)
-    context.run(tiny_model.prompt(HELD), 0)
-    context.run([9] * 5, 1)
-    cells = {sequence: list(held) for sequence, held in context.cells.items()}
-    there = computed(HELD + 5)
-    dst = there.cache().at(slots=there.cells[0])
-    span = llama_cpp.span(context.cache(), cells, memory=context.memory)
-    migrate(span, dst, [HELD, 5])
-    context.keep(12)
-    for ends in ((span, dst), (dst, span)):
-        with pytest.raises(OutOfRangeError, match="holds 12 tokens of sequence 0 by its engine's"):
-            migrate(*ends, [HELD, 5])
-    context.remove(1)
-    both = llama_cpp.span(context.cache(), {0: cells[0][:12], 1: cells[1]}, memory=context.memory)
-    with pytest.raises(OutOfRangeError, match="holds 0 tokens of sequence 1 by its engine's own"):
-        migrate(both, dst, [12, 5])
-    migrate(context.span(0), there.cache().at(slots=there.cells[0][:12]), [12])
-    assert context.memory.positions(0) == range(12)
-    assert context.memory.positions(1) == range(0)
-
-
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize(("first", "stop"), [(4, 9), (1, 2), (18, 19)])
 def test_tokens_that_were_removed_from_the_middle(first: int, stop: int, unified: bool) -> None:

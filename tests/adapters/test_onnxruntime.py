@@ -17,9 +17,7 @@ from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_core import (
     CacheSpan,
     InvalidArgumentError,
-    OutOfRangeError,
     UnsupportedError,
-    migrate,
     verify,
 )
 from tests.documents import Document
@@ -42,17 +40,6 @@ def test_a_sequence_moves_there_and_back(num_tokens: int) -> None:
 
 def test_the_engine_alone_and_a_cache_of_zeros() -> None:
     check_alone_and_zeros("onnxruntime")
-
-
-def test_the_view_is_the_engines_memory() -> None:
-    engine = Live(tiny(), 8)
-    layer = engine.view().view.layers[1]
-    assert layer.k.data == engine.buffers["past_key_values.1.key"].ctypes.data
-    assert layer.k.shape == (1, 2, 8, 64)
-    engine.prefill([1, 2, 3])
-    written = np.abs(engine.buffers["past_key_values.1.key"]).sum((0, 1, 3))
-    assert (written[:3] > 0).all()
-    assert (written[3:] == 0).all()
 
 
 def test_one_layer() -> None:
@@ -111,24 +98,6 @@ def test_missing_buffers() -> None:
         InvalidArgumentError, match=r"lacks \['past_key_values.0.key'\] and has \[\]"
     ):
         adapter.cache_view(session(tiny()), few, facts(tiny()), holds=None)
-
-
-def test_no_more_tokens_than_the_last_run_has_left() -> None:
-    """A buffer has room for 16; behind the tokens of the last run are those of earlier ones."""
-    engine, dst = Live(tiny(), 16), HF(tiny())
-    engine.prefill(tiny_model.prompt(9))
-    view = engine.view()
-    dst.reserve(10)
-    for ends in ((view, dst.view()), (dst.view(), view)):
-        with pytest.raises(
-            OutOfRangeError, match="holds 9 tokens of sequence 0 by its engine's own"
-        ):
-            migrate(*ends, [10])
-    engine.decode(1, after=5)
-    migrate(view, dst.view(), [10])
-    for layer, i in zip(dst.cache.layers, range(4), strict=True):
-        stored = engine.buffers[f"past_key_values.{i}.key"][:, :, :10]
-        assert np.array_equal(layer.keys.numpy(), stored)
 
 
 def test_only_contiguous_buffers_are_bound() -> None:

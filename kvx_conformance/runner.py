@@ -1,0 +1,107 @@
+"""Runs cases in processes that may end or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from kvx_conformance.case import Case, Outcome
+
+_START_SECONDS = 300.0  # to import an engine
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a case ended, why it did not pass, and the seconds it took."""
+
+    case: Case
+    outcome: Outcome
+    why: str
+    seconds: float
+
+
+class _Worker:
+    """A process that runs cases of one subject, one after the other."""
+
+    def __init__(self, kind: str, subject: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvx_conformance.worker", kind, subject],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # what it starts ends with it
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        if self._answer(_START_SECONDS) is None:
+            self.stop()
+            raise SystemExit(f"{subject} does not start: see above")
+
+    def run(self, case: Case) -> tuple[Outcome, str] | None:
+        """How the case ended; None: the process has ended, or hangs, and is stopped."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(case.name + "\n")
+            self._process.stdin.flush()
+        answer = self._answer(case.seconds)
+        if answer is None:
+            return None
+        return Outcome(answer["outcome"]), answer["why"]
+
+    def why_ended(self) -> tuple[Outcome, str]:
+        """Stops the process, which gave no answer."""
+        code = self._process.poll()
+        self.stop()
+        if code is None:
+            return Outcome.HANG, "no end within its limit"
+        if code < 0:
+            return Outcome.CRASH, f"the process was ended by {signal.Signals(-code).name}"
+        return Outcome.CRASH, f"the process ended with {code}"
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            self._lines.put(line)
+        self._process.wait()
+        self._lines.put("")
+
+    def _answer(self, seconds: float) -> dict[str, Any] | None:
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        return json.loads(line) if line else None
+
+
+def run(kind: str, subject: str, cases: Iterable[Case]) -> Iterator[Result]:
+    """Runs the cases of a subject; a result as each ends.
+
+    Cases share a process until one ends it or hangs: then the next has a new one.
+    """
+    worker: _Worker | None = None
+    try:
+        for case in cases:
+            worker = worker or _Worker(kind, subject)
+            begun = time.monotonic()
+            answer = worker.run(case)
+            if answer is None:
+                answer = worker.why_ended()
+                worker = None
+            yield Result(case, *answer, time.monotonic() - begun)
+    finally:
+        if worker:
+            worker.stop()

@@ -1,0 +1,45 @@
+"""What is checked, and the cases that check it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from kvx_conformance.case import Case, cases_in
+
+# The kinds of subjects, each with the package of its cases.
+KINDS = {
+    "engine": "kvx_conformance.engine_cases",
+    "store": "kvx_conformance.store_cases",
+    "connector": "kvx_conformance.connector_cases",
+}
+
+
+def cases_of(kind: str) -> list[Case]:
+    """All cases of a kind of subject, by their modules' names."""
+    package = importlib.import_module(KINDS[kind])
+    found: list[Case] = []
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
+        found += cases_in(importlib.import_module(f"{package.__name__}.{module.name}"))
+    return found
+
+
+def load(name: str) -> Any:
+    """The subject `MODULE` or `MODULE:NAME`; a class or function without arguments is called.
+
+    Raises ValueError if there is none.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name + ".").startswith(error.name + "."):
+            raise ValueError(f"no module {module_name!r}; expected MODULE or MODULE:NAME") from None
+        raise
+    if not attribute:
+        return value
+    if not hasattr(value, attribute):
+        raise ValueError(f"{module_name} has no {attribute!r}")
+    value = getattr(value, attribute)
+    return value() if callable(value) else value

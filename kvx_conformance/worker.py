@@ -1,0 +1,43 @@
+"""The process in which cases run: `python -m kvx_conformance.worker KIND SUBJECT`.
+
+Names of cases come on standard input, one a line; for each, a line of JSON goes out. What the
+subject itself prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from kvx_conformance.case import Case, Finding, Outcome
+from kvx_conformance.subjects import cases_of, load
+
+
+def outcome_of(case: Case, subject: Any) -> tuple[Outcome, str]:
+    """Runs a case; how it ended, and why."""
+    try:
+        case.check(subject)
+    except Finding as finding:
+        return finding.outcome, str(finding)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome.REFUSED, f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    return Outcome.PASS, ""
+
+
+def main(kind: str, name: str) -> None:
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    cases = {case.name: case for case in cases_of(kind)}
+    subject = load(name)
+    print(json.dumps({"ready": True}), file=results)
+    for line in sys.stdin:
+        outcome, why = outcome_of(cases[line.strip()], subject)
+        print(json.dumps({"outcome": outcome, "why": why}), file=results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
