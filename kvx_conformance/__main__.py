@@ -12,13 +12,15 @@ from kvx_conformance.subjects import KINDS, cases_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 if every case passed or was without object, else 1; 2 for bad arguments."""
+    """Returns 0 if every case passed or was without object, else 1. Bad arguments: exits with 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvx_conformance", description="Checks KV caches, stores and KV connectors."
+        prog="python -m kvx_conformance", description="Checks the KV caches of engines."
     )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help="MODULE or MODULE:NAME")
-    parser.add_argument("-k", metavar="WORDS", default="", help="cases whose names have one of them")
+    parser.add_argument(
+        "-k", metavar="WORDS", default="", help="cases whose names have one of them"
+    )
     parser.add_argument("--list", action="store_true", help="the cases, what they say and why")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="the table, in Markdown")

@@ -71,7 +71,9 @@ def case(source: str, *, seconds: float = 60) -> Callable[[Callable[[Any], None]
         room = check.__module__.rsplit(".", 1)[-1]
         says = inspect.getdoc(check)
         if not says:
-            raise TypeError(f"{check.__module__}.{check.__name__} has no docstring to say its promise")
+            raise TypeError(
+                f"{check.__module__}.{check.__name__} has no docstring to say its promise"
+            )
         name = f"{room}.{check.__name__.removeprefix('_')}"
         return Case(name, " ".join(says.split()), source, check, seconds)
 

@@ -54,9 +54,7 @@ def as_page(subjects: dict[str, Sequence[Result]]) -> str:
     """A Markdown table: a row for each case, a column for each subject."""
     names = list(subjects)
     cases = {result.case.name: result.case for results in subjects.values() for result in results}
-    found = {
-        (name, result.case.name): result for name in names for result in subjects[name]
-    }
+    found = {(name, result.case.name): result for name in names for result in subjects[name]}
     rows = [f"| case | promise | {' | '.join(names)} |", "| --- |" + " --- |" * (len(names) + 1)]
     for case in cases.values():
         cells = [

@@ -9,11 +9,7 @@ from typing import Any
 from kvx_conformance.case import Case, cases_in
 
 # The kinds of subjects, each with the package of its cases.
-KINDS = {
-    "engine": "kvx_conformance.engine_cases",
-    "store": "kvx_conformance.store_cases",
-    "connector": "kvx_conformance.connector_cases",
-}
+KINDS = {"engine": "kvx_conformance.engine_cases"}
 
 
 def cases_of(kind: str) -> list[Case]:

@@ -43,7 +43,7 @@ TOOLS = (
 
 # Of a checkout, what `python3 -m benchmarks.gpu` reads.
 TREE = (
-    *("csrc", "cmake", "kvx_core", "kvx_adapters", "benchmarks", "tests"),
+    *("csrc", "cmake", "kvx_core", "kvx_adapters", "kvx_conformance", "benchmarks", "tests"),
     *("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"),
 )
 

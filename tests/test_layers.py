@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CPP = (".h", ".cc", ".inl", ".cu", ".cuh")
-PYTHON = ("kvx_core", "kvx_adapters", "benchmarks", "tests", "examples", "docs")
+PACKAGES = ("kvx_core", "kvx_adapters", "kvx_conformance")
+PYTHON = (*PACKAGES, "benchmarks", "tests", "examples", "docs")
 
 # A room of csrc (a folder, or a file and its header), and the rooms that it may include beside its
 # own. `kvx` is csrc/include/kvx, the headers that callers see; every room may include it.
@@ -83,7 +84,7 @@ def cpp_files() -> Iterator[Path]:
 
 
 def python_files() -> Iterator[Path]:
-    for package in ("kvx_core", "kvx_adapters"):
+    for package in PACKAGES:
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
@@ -253,6 +254,18 @@ def test_adapters_know_one_engine_and_import_none() -> None:
     assert not may_import("kvx_adapters.vllm.describe", "kvx_adapters.tgi.cache_desc")
     assert not may_import("kvx_adapters.vllm.describe", "kvx_adapters.vllm_plugin.worker")
     assert not may_import("kvx_adapters.vllm_plugin.worker", "kvx_adapters.tensorrt_llm.facts")
+
+
+def test_no_package_imports_one_above_it() -> None:
+    order = ["kvx_core", "kvx_adapters", "kvx_conformance", "tests", "benchmarks", "examples"]
+    wrong = [
+        (module, name)
+        for module, names in IMPORTS
+        for name in names
+        if name.split(".")[0] in order[order.index(module.split(".")[0]) + 1 :]
+    ]
+    assert not wrong
+    assert any(is_within(module, "kvx_conformance") for module, _ in IMPORTS)
 
 
 # --- how long a file may be -------------------------------------------------------------------

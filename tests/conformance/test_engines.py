@@ -134,6 +134,7 @@ def test_the_engine_of_the_page_passes(tmp_path: Path) -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
     (tmp_path / "my_engine.py").write_text(code)
     (command,) = re.findall(r"^python -m kvx_conformance engine (my_engine:\w+)$", page, re.M)
+    assert f"- run: python -m kvx_conformance engine {command} --json " in page  # in CI
     found = run_suite(command, "--json", "found.json", cwd=tmp_path)
     assert found.returncode == 0, found.stdout
     (results,) = json.loads((tmp_path / "found.json").read_text()).values()

@@ -39,6 +39,10 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "text": (2, ("tests/test_c_package.py",)),
         "cmake": (1, ("tests/pages/test_snippets.py",)),
     },
+    "docs/conformance.md": {
+        language: (count, ("tests/conformance/test_engines.py",))
+        for language, count in {"python": 1, "bash": 2, "yaml": 1}.items()
+    },
     "docs/deepseek_v4.md": {
         "": (1, (DRAWING,)),
         "python": (2, ("tests/pages/test_deepseek_v4_doc.py",)),

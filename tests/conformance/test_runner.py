@@ -1,0 +1,91 @@
+"""kvx_conformance.runner and the command: engines that end, hang, print or do not start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvx_conformance import report, runner
+from kvx_conformance.__main__ import main
+from kvx_conformance.case import Outcome
+from kvx_conformance.subjects import cases_of
+
+ENGINE = """
+import os, signal, time
+print("an engine's log")
+
+class Engine:
+    def describe(self): return []
+    def facts(self): raise ValueError("no facts")
+    def write(self, *arguments): {body}
+    def table(self, sequence): return None
+"""
+NAMES = ("descriptors.odd_lengths", "facts.facts_are_complete", "descriptors.each_step")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "why"),
+    [
+        ("os._exit(3)", Outcome.CRASH, "the process ended with 3"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", Outcome.CRASH, "ended by SIGSEGV"),
+        ("time.sleep(60)", Outcome.HANG, "no end within its limit"),
+        ("raise ZeroDivisionError('of its own')", Outcome.REFUSED, "ZeroDivisionError: of its own"),
+    ],
+)
+def test_what_ends_a_case_ends_no_other(
+    folder: Path, body: str, outcome: Outcome, why: str
+) -> None:
+    """The next case has a new process, and the engine's own words are no results."""
+    (folder / "mine.py").write_text(ENGINE.format(body=body))
+    known = {case.name: case for case in cases_of("engine")}
+    cases = [replace(known[name], seconds=3.0) for name in NAMES]
+    found = list(runner.run("engine", "mine:Engine", cases))
+    assert [result.case.name for result in found] == list(NAMES)
+    assert [result.outcome for result in found] == [outcome, Outcome.REFUSED, outcome]
+    assert why in found[0].why
+    assert "no facts" in found[1].why
+    assert report.failed(found) == found
+    (rows,) = json.loads(report.as_json({"mine": found})).values()
+    assert [row["outcome"] for row in rows] == [outcome, "refused", outcome]
+    assert f"| `{NAMES[0]}` | {cases[0].says} | {outcome} |" in report.as_page({"mine": found})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine", "mine", "-k", "no_such_case"], "names no case; --list shows all"),
+        (["engine"], "no SUBJECT; expected MODULE or MODULE:NAME"),
+        (["store", "mine"], "invalid choice: 'store'"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_subject_that_is_none(folder: Path) -> None:
+    with pytest.raises(SystemExit, match="nobody does not start"):
+        list(runner.run("engine", "nobody", cases_of("engine")[:1]))
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "--list", "-k", "odd_lengths facts_are"]) == 0
+    names = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert names == [
+        "descriptors.odd_lengths",
+        "facts.facts_are_complete",
+        "facts.facts_are_stable",
+    ]
