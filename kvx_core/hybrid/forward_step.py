@@ -40,7 +40,8 @@ class Compression:
     """What a step does to layers of one compression ratio.
 
     ratio:        tokens per entry
-    valid_lens:   (R,) int32, complete entries of each slot after the step: tokens // ratio
+    valid_lens:   (R,) int32, complete entries after the step of each slot in it: tokens // ratio;
+                  0 for other slots
     most_entries: of how many entries the tokens of a request are, at most; 1 in decoding
     flush:        what is complete, if that is 1
     """

@@ -48,7 +48,7 @@ class ClassicalView:
     inv_scale: Tensor | None  # (nb, epb) float32; None: 1 for all
     block_table: Tensor  # (R, max_blocks) int32, -1 after the last block
     block_lens: Tensor  # (R,) int32, blocks of each slot
-    valid_lens: Tensor  # (R,) int32, complete entries of each slot after the step
+    valid_lens: Tensor  # (R,) int32, complete entries after the step of each slot in it; 0: others
     request_slots: Tensor  # (B,) int32
 
 
@@ -59,7 +59,7 @@ class IndexerView:
     keys: Tensor  # (nb, epb, indexer_head_dim / 2) uint8, E2M1; see PagedCache for other forms
     scales: Tensor  # (nb, epb, indexer_head_dim / 16) uint8, E4M3
     block_table: Tensor  # (R, max_blocks) int32
-    valid_lens: Tensor  # (R,) int32
+    valid_lens: Tensor  # (R,) int32, as of ClassicalView
     request_slots: Tensor  # (B,) int32
     form: IndexKeys
     rounding: IndexRounding  # of new keys
