@@ -198,7 +198,7 @@ class PrefixStore:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a full chunk. Raises StoreError if kvx-store.json cannot be read, and was not."""
+        """Tokens of a full chunk. Raises StoreError if kvx-store.json cannot be read now."""
         if self._config is None:
             wanted = self._requested, self._otherwise
             self._config = stored_config(self._blobs, self._secrets, *wanted, waits=False)
