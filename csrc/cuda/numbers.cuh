@@ -172,6 +172,7 @@ __device__ __forceinline__ void convert_units(const P &p, Staged &staged, const 
                                               Read read, Scale scale, Divide divide,
                                               ReportHead report_head) {
   const uint32_t lane = threadIdx.x % kWarp;
+  __syncwarp();  // all lanes have seen that the token before is done
   if (lane == 0) staged.token = of, staged.tile = first, staged.last = last;
   __syncwarp();
   KVX_LOOP
