@@ -104,12 +104,13 @@ def test_library_needs_only_the_c_library(installed: Path) -> None:
 def test_wheel_is_for_every_python(wheel: Path, installed: Path) -> None:
     assert re.fullmatch(r"kvx-[\d.]+-py3-none-\w*linux\w+\.whl", wheel.name)
     files = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
-    for package in ("kvx_core", "kvx_adapters"):
+    for package in ("kvx_core", "kvx_adapters", "kvx_conformance"):
         source = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert source | {f"{package}/py.typed"} <= files
     assert {file.split("/")[0].split("-")[0] for file in files} == {
         "kvx_core",
         "kvx_adapters",
+        "kvx_conformance",
         "kvx",
     }
     assert {file for file in files if file.endswith(".so")} == {

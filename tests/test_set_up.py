@@ -81,7 +81,8 @@ def test_make_setup_without_an_index(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "cmake").mkdir()
     shutil.copy(SET_UP, tmp_path / "cmake")
-    (tmp_path / "kvx_core").mkdir()
+    for package in ("kvx_core", "kvx_conformance"):
+        (tmp_path / package).mkdir()
     engines = Path("kvx_adapters/cli/engines")
     shutil.copytree(ROOT / engines, tmp_path / engines)
     environment = {

@@ -29,7 +29,7 @@ _SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "hybrid"
     ("file", "kernel", "rows"),
     [
         ("append.cu", "append_swa_kernel", "a.num_tokens"),
-        ("flush.cu", "flush_write_csa_kernel", "f.num_rows"),
+        ("flush.cu", "flush_write_csa_kernel", "f.num_rows, 2"),
         ("flush.cu", "flush_write_hca_kernel", "f.num_rows"),
     ],
 )

@@ -114,7 +114,7 @@ def test_killed_while_it_saves(
     expected = stock(llama, PROMPTS, NUM_NEW)
     store = tmp_path / "store"
     config = connector(store, "kv_both", "recompute", chunk_tokens=32)
-    after = {"sync": 16, "write": 7, "link+rename": 9}[call]  # the records, and some files
+    after = {"sync": 13, "write": 7, "link+rename": 9}[call]  # the records, and some files
     rule = f"call={call},path={store}/,kill=9,after={after}"
     first = EngineProcess(tmp_path / "first", **faults.environment(rule))
     second = EngineProcess(tmp_path / "second")
