@@ -126,7 +126,7 @@ def test_killed_while_it_saves(
         engine.generate(PROMPTS, max_tokens=NUM_NEW)
         engine.generate(PROMPTS, max_tokens=NUM_NEW)  # files may be written after the first
         pytest.fail("it was not killed")
-    assert list(store.rglob("*.safetensors")) or call == "write"
+    assert list(store.rglob("*.safetensors")) or call != "link+rename"
     with second.engine(llama, block_size=64, kv_transfer_config=config) as engine:
         for _ in range(2):
             same_tokens(engine.generate(PROMPTS, max_tokens=NUM_NEW), expected)
