@@ -80,7 +80,8 @@ class Writer:
                 self.threads.submit(self._write)
         except BaseException:
             with self._lock:
-                dropped, self._waiting = self._waiting, []
+                dropped = self._waiting[-count:]  # threads take the oldest first
+                del self._waiting[-count:]
                 self._pending_bytes -= sum(one.num_bytes for one in dropped)
             for one in dropped:
                 one.store.index.mark_absent(one.name)

@@ -65,7 +65,6 @@ class BoundMigration:
         "held",
         "layers",
         "leaves_out",
-        "lens",
         "placed",
         "stream",
         "tensors",
@@ -105,12 +104,12 @@ class BoundMigration:
         self.layers = [*range(len(src.view.layers)), *parted]
         self.transfer = options.transfer
         self.tensors = _first_tensors(src, dst)
-        given: dict[str, Any] = {**places_of(src, dst), "seq_lens": lens}
+        planned = lens or SeqLens.of([0] * _num_rows(*ends))
+        given: dict[str, Any] = {**places_of(src, dst), "seq_lens": planned}
         read = given if counts else self.where_read(given)  # ends without tokens read nothing
         ends = with_places(ends, read)
         self.placed = {name: one for name, one in read.items() if one is not given[name]}
-        self.lens = self.placed.pop("seq_lens", lens)
-        planned = self.lens or SeqLens.of([0] * _num_rows(*ends))
+        planned = self.placed.pop("seq_lens", planned)
         struct = abi.kvx_migrate_desc_t(
             flags=options.flags,
             num_heads=options.num_heads or 0,
@@ -122,7 +121,7 @@ class BoundMigration:
         memory = {tensor.memory for tensor in self.tensors.values()} - {Memory.HOST}
         where = next(iter(memory or {Memory.HOST}))
         self.stream = current_stream(*(tensor.owner for tensor in self.tensors.values()))
-        of_lens = [] if self.lens is None else moving_owners(self.lens.owner)
+        of_lens = [] if lens is None else moving_owners(planned.owner)
         of_dst = bound.Held([*self.held[1].owners, *of_lens]) if of_lens else self.held[1]
         binding = bound.Binding(
             held=(self.held[0], of_dst),

@@ -114,7 +114,9 @@ class NewFiles:
             (is_new,) = self._name_all(place, [written])
             if is_new is None:
                 is_new = self._name(place.root, written, _nothing)
-            return is_new or not self.is_there(place, written.name)
+            if not is_new:
+                self.is_there(place, written.name)  # raises if it is no file
+            return is_new
         os.fsync(written.temporary.file)
         unsynced: list[int] = []  # synced after the file has its name
         try:
@@ -221,9 +223,11 @@ class _NewFile(io.FileIO):
 
 
 def _bytes_of(handle: int) -> int:
-    """Returns how many bytes a file takes on the disk. Raises OSError."""
+    """Returns how many bytes a file takes on the disk, or will take: some file systems allocate
+    nothing before they sync. Raises OSError.
+    """
     status = os.fstat(handle)
-    return allocated(status) or status.st_size
+    return max(allocated(status), status.st_size)
 
 
 def _nothing(folder: int) -> None:

@@ -21,14 +21,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvx_core._c.file_calls import write_file
 from kvx_core._c.os_files import close
 from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
 
 _FOLDER = ".tmp"
 # O_RDWR: NFS gives an exclusive lock only on files open for writing. O_NONBLOCK: it may be a FIFO.
@@ -80,7 +76,7 @@ class Temporaries:
         finally:
             close(folder)
 
-    def new(self, folder: int, parts: Sequence[Buffer] = ()) -> tuple[Temporary, int]:
+    def new(self, folder: int, parts: Sequence[memoryview] = ()) -> tuple[Temporary, int]:
         """Writes a new, locked file with these bytes. Returns it and its bytes on the disk.
 
         folder: a handle from `folder`, open until the file is ended
@@ -91,7 +87,8 @@ class Temporaries:
             name = f".{place}-{secrets.token_hex(8)}.tmp"
             file, num_bytes = _write_file(folder, os.fsencode(name), self._file_mode, parts)
             if file >= 0:
-                return Temporary(file, folder, name), num_bytes
+                # Some file systems allocate nothing before they sync.
+                return Temporary(file, folder, name), max(num_bytes, sum(map(len, parts)))
             if file != -errno.EAGAIN:
                 raise OSError(-file, os.strerror(-file), name)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

@@ -194,6 +194,30 @@ def test_an_error_that_nobody_expects_fails_those_of_one_call(
     assert writing.writer.pending_bytes == 0
 
 
+def test_chunks_that_cannot_be_started_cost_no_others(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is being written and two wait for its thread when no more can be handed over."""
+
+    def refuse(job: object) -> None:
+        raise RuntimeError("shut down")
+
+    for chunk in writing.chunks[:3]:
+        writing.writer.add(writing.store, chunk)
+    writing.writer.start()
+    assert writing.blobs.begun.wait(60)
+    monkeypatch.setattr(writing.writer.threads, "submit", refuse)
+    for chunk in writing.chunks[3:5]:
+        writing.writer.add(writing.store, chunk)
+    with pytest.raises(RuntimeError, match="shut down"):
+        writing.writer.start()
+    writing.finish()
+    there = [(writing.blobs.root / name).is_file() for name in writing.names()[:5]]
+    assert there == [True, True, True, False, False]
+    assert writing.writer.pending_bytes == 0
+    assert not any(map(writing.store.index.is_held, writing.names()[3:5]))
+
+
 def test_nothing_is_written_after_a_shutdown(writing: Writing) -> None:
     writing.blobs.go.set()
     assert writing.writer.threads.shutdown(60)

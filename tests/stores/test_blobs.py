@@ -169,6 +169,17 @@ def test_files_that_need_not_last_are_not_synced(
     assert not temporaries(tmp_path)
 
 
+def test_a_file_that_another_writer_had_and_that_has_gone_was_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name was there when it was to be given, and nothing was when it was asked for."""
+    blobs = Directory(tmp_path)
+    assert blobs.put("a/b", writing(b"another's"))
+    monkeypatch.setattr(new_files.NewFiles, "is_there", lambda files, place, name: False)
+    assert not blobs.put("a/b", writing(b"data"), durable=False)
+    assert read(blobs, "a/b") == b"another's"
+
+
 def test_files_that_are_put_together_get_their_names_when_all_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
