@@ -11,6 +11,7 @@ import numpy as np
 import openvino as ov
 
 from kvx_adapters import openvino as adapter
+from kvx_adapters.cli.engines.live_openvino import run_inputs
 from kvx_adapters.cli.engines.openvino_model import compiled
 from kvx_conformance.engine import Floats, Table
 from kvx_conformance.engines.tiny import llama
@@ -59,18 +60,8 @@ class Float32:
 
     def inputs(self, sequence: int, tokens: Sequence[int]) -> dict[str, Any]:
         past = self.lengths.get(sequence, 0)
-        held = past + len(tokens)
-        self.reserve(sequence, held)
-        blocks = self.blocks[sequence]
-        return {
-            "input_ids": np.array(tokens, np.int64),
-            "position_ids": np.arange(past, held),
-            "past_lens": np.array([past], np.int32),
-            "subsequence_begins": np.array([0, len(tokens)], np.int32),
-            "block_indices": np.array(blocks, np.int32),
-            "block_indices_begins": np.array([0, len(blocks)], np.int32),
-            "max_context_len": np.array(held, np.int32),
-        }
+        self.reserve(sequence, past + len(tokens))
+        return run_inputs(tokens, past, self.blocks[sequence])
 
     def read(self, sequence: int, position: int) -> tuple[Floats, Floats]:
         if not 0 <= position < self.lengths.get(sequence, 0):

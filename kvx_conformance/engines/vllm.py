@@ -37,20 +37,31 @@ _numbers = itertools.count()
 
 
 @cache
-def _llm(model: Model) -> Any:
-    folder = tempfile.TemporaryDirectory()
-    model.llama.save_pretrained(folder.name)
-    made = vllm.LLM(
-        model=folder.name,
+def in_this_process(folder: str, **sizes: int) -> Any:
+    """A vllm.LLM that computes what it is asked, in float32 and in this process.
+
+    folder: of the model, without a tokenizer; sizes: more arguments of vllm.LLM
+    """
+    return vllm.LLM(
+        model=folder,
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         enable_prefix_caching=False,
         async_scheduling=False,
+        block_size=BLOCK_SIZE,
+        **sizes,
+    )
+
+
+def _llm(model: Model) -> Any:
+    folder = tempfile.TemporaryDirectory()
+    model.llama.save_pretrained(folder.name)
+    made = in_this_process(
+        folder.name,
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=128,
-        block_size=BLOCK_SIZE,
         num_gpu_blocks_override=24,
     )
     folder.cleanup()

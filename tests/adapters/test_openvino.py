@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvx_adapters import openvino as adapter
-from kvx_adapters.cli.engines.live_openvino import Live
+from kvx_adapters.cli.engines.live_openvino import Live, run_inputs
 from kvx_adapters.cli.engines.live_transformers import Live as HF
 from kvx_adapters.cli.engines.openvino_model import _paged, compiled
 from kvx_adapters.transformers import cache_desc as describe_layer
@@ -219,17 +219,7 @@ def test_pools_are_compared_with_the_model() -> None:
 
 def run_of(engine: Live, tokens: list[int], past: int = 0) -> dict[str, Any]:
     """The inputs of a run that computes tokens behind `past`."""
-    total = past + len(tokens)
-    blocks = engine.blocks[: -(-total // 32)]
-    return {
-        "input_ids": np.array(tokens, np.int64),
-        "position_ids": np.arange(past, total),
-        "past_lens": np.array([past], np.int32),
-        "subsequence_begins": np.array([0, len(tokens)], np.int32),
-        "block_indices": np.array(blocks, np.int32),
-        "block_indices_begins": np.array([0, len(blocks)], np.int32),
-        "max_context_len": np.array(total, np.int32),
-    }
+    return run_inputs(tokens, past, engine.blocks[: -(-(past + len(tokens)) // 32)])
 
 
 def test_a_view_is_refused_while_a_request_runs() -> None:

@@ -18,6 +18,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 import vllm
 
 from kvx_adapters import vllm as adapter
+from kvx_conformance.engines.vllm import in_this_process
 from kvx_core import CacheSpan
 from tests.engines import tiny_model
 from tests.engines.engine import FINGERPRINT
@@ -28,17 +29,11 @@ _FOLDER = tempfile.TemporaryDirectory()
 @cache
 def _llm() -> Any:
     tiny_model.model().save_pretrained(_FOLDER.name)
-    return vllm.LLM(
-        model=_FOLDER.name,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        async_scheduling=False,
+    return in_this_process(
+        _FOLDER.name,
         max_model_len=512,
         max_num_seqs=4,
         max_num_batched_tokens=512,
-        block_size=32,  # the smallest that vLLM takes on CPU
         num_gpu_blocks_override=64,
     )
 

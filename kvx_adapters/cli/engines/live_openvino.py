@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -14,6 +15,23 @@ from kvx_adapters.cli.engines.openvino_model import compiled
 from kvx_core import CacheSpan, DType
 
 BLOCK_SIZE = 32
+
+
+def run_inputs(tokens: Sequence[int], past: int, blocks: Sequence[int]) -> dict[str, Any]:
+    """The inputs of a run of one sequence.
+
+    tokens: ids to compute, behind the `past` tokens that the cache holds
+    blocks: of the sequence, with room for all of them
+    """
+    return {
+        "input_ids": np.array(tokens, np.int64),
+        "position_ids": np.arange(past, past + len(tokens)),
+        "past_lens": np.array([past], np.int32),
+        "subsequence_begins": np.array([0, len(tokens)], np.int32),
+        "block_indices": np.array(blocks, np.int32),
+        "block_indices_begins": np.array([0, len(blocks)], np.int32),
+        "max_context_len": np.array(past + len(tokens), np.int32),
+    }
 
 
 class Live:
@@ -71,14 +89,6 @@ class Live:
     def _run(self, tokens: Sequence[int]) -> int:
         past, self._held = self._held, self._held + len(tokens)
         blocks = self.blocks[: -(-self._held // BLOCK_SIZE)]
-        inputs = {
-            "input_ids": np.array(tokens, np.int64),
-            "position_ids": np.arange(past, self._held),
-            "past_lens": np.array([past], np.int32),
-            "subsequence_begins": np.array([0, len(tokens)], np.int32),
-            "block_indices": np.array(blocks, np.int32),
-            "block_indices_begins": np.array([0, len(blocks)], np.int32),
-            "max_context_len": np.array(self._held, np.int32),
-        }
+        inputs = run_inputs(tokens, past, blocks)
         logits = self._request.infer(inputs)[0].reshape(-1, self._model.config.vocab_size)
         return int(logits[-1].argmax())
