@@ -99,7 +99,7 @@ struct Descriptors {
   }
 
   static bool holds(const TensorType &tensors, PyObject *owner, const Array &array) {
-    return !array.num_bytes || tensors.has_in_storage(owner, array.begin, array.num_bytes);
+    return !array.num_bytes || tensors.has(owner, array.begin, array.num_bytes);
   }
 
   // An array has its memory as long as it is kept. None: the caller keeps the memory.

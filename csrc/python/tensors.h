@@ -88,21 +88,20 @@ struct TensorType {
     return (offset + last + 1) * element_bits <= bytes * 8;
   }
 
-  // Whether bytes from `begin` on are in the storage of a torch.Tensor.
-  bool has_in_storage(PyObject *object, const void *begin, uint64_t num_bytes) const {
+  // Whether bytes from `begin` on are elements of a torch.Tensor without gaps.
+  bool has(PyObject *object, const void *begin, uint64_t num_bytes) const {
     DLTensor tensor;
-    int64_t bytes = 0, offset = 0;
-    const void *const handle = handle_of(object);
-    if (to_dlpack(object, &tensor) != 0) {
-      PyErr_Clear();
-      return false;
+    if (!read_any(object, &tensor)) return false;
+    uint64_t bytes = uint64_t{tensor.bits} * tensor.lanes / 8;
+    int64_t elements = 1;
+    for (int32_t axis = tensor.ndim - 1; axis >= 0; --axis) {
+      if (tensor.shape[axis] != 1 && tensor.strides[axis] != elements) return false;
+      elements *= tensor.shape[axis];
     }
-    if (storage_bytes(handle, &bytes) != 0 || storage_offset(handle, &offset) != 0) return false;
-    const auto element_bytes = uint64_t{tensor.bits} * tensor.lanes / 8;
-    const uint64_t first = reinterpret_cast<uintptr_t>(address_of(tensor)) -
-                           static_cast<uint64_t>(offset) * element_bytes;
-    const uint64_t from = reinterpret_cast<uintptr_t>(begin) - first;
-    return from <= static_cast<uint64_t>(bytes) && num_bytes <= static_cast<uint64_t>(bytes) - from;
+    bytes *= static_cast<uint64_t>(elements);
+    const uint64_t from =
+        reinterpret_cast<uintptr_t>(begin) - reinterpret_cast<uintptr_t>(address_of(tensor));
+    return from <= bytes && num_bytes <= bytes - from;
   }
 
   PyObject *type_of(PyObject *object) const {

@@ -54,7 +54,7 @@ class PointedTo(NamedTuple):
     def require_in_place(self, name: str) -> None:
         """Raises if the memory of a tensor has moved."""
         for owner, begin in zip(self.owners, self.addresses, strict=True):
-            if begin and not is_in_place(owner, begin, begin + 1):
+            if begin and not is_in_place(owner, begin, begin + 1, begin):
                 raise moved(name)
 
 

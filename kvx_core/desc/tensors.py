@@ -56,6 +56,9 @@ class Borrowed:
     memory: Memory
     writable: bool = True
     owner: object = field(default=None, compare=False)  # keeps the memory alive
+    # Address of the owner's first element when it was described; 0: unknown. A storage that is
+    # resized may lie elsewhere, and still cover a part of where it was.
+    home: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         kinds = type(self.dtype), type(self.memory), type(self.data), type(self.writable)
@@ -122,7 +125,7 @@ class Borrowed:
 
     def require_in_place(self, name: str) -> None:
         """Refuses memory that has been freed or belongs to others by now."""
-        if not is_in_place(self.owner, *self.byte_range):
+        if not is_in_place(self.owner, *self.byte_range, self.home):
             raise moved(name)
 
     def c_fields(self, name: str) -> dict[str, Any]:
@@ -144,16 +147,19 @@ class Borrowed:
 _KINDS = DType, Memory, int, bool
 
 
-def is_in_place(owner: object, begin: int, end: int) -> bool:
+def is_in_place(owner: object, begin: int, end: int, home: int = 0) -> bool:
     """Whether the bytes `begin` to `end` are in the current storage of a torch tensor, or of an
     object with __dlpack__.
 
+    home: where a torch tensor's first element was when the bytes were described; 0: unknown
     True for numpy's arrays, whose memory does not move while they are kept.
     """
     if isinstance(owner, dlpack.Exported):
         return owner.is_in_place()
     if begin == end or not is_torch(owner):
         return True
+    if home and owner.data_ptr() != home:
+        return False
     storage = owner.untyped_storage()
     first = storage.data_ptr()
     return bool(first <= begin and end <= first + storage.nbytes())
@@ -188,8 +194,18 @@ def require_array_in_place(name: str, owner: object, begin: int, num_bytes: int)
         raise moved(name)
     if not all(is_torch(part) for part in parts):
         return
-    if not any(is_in_place(part, begin, begin + num_bytes) for part in parts):
+    if not any(_holds(part, begin, begin + num_bytes) for part in parts):
         raise moved(name)
+
+
+def _holds(array: Any, begin: int, end: int) -> bool:
+    """Whether the bytes are in the current storage of a torch tensor and, if that has no gaps, its
+    own."""
+    if not is_in_place(array, begin, end):
+        return False
+    first = array.data_ptr()
+    is_its_own = first <= begin and end <= first + array.numel() * array.element_size()
+    return begin == end or is_its_own or not array.is_contiguous()
 
 
 def moved(name: str) -> InvalidArgumentError:
@@ -405,8 +421,10 @@ def _borrow_torch(name: str, tensor: Any, takes: Collection[DType] | None) -> di
         raise UnsupportedError(f"{name}.device is meta, expected a device that holds the data")
     require_resolved(name, tensor)
     require_whole(name, tensor)
+    data = tensor.data_ptr()
     return {
-        "data": tensor.data_ptr(),
+        "data": data,
+        "home": data,
         "shape": tuple(tensor.shape),
         "stride": tensor.stride(),
         "dtype": _dtype_of(name, tensor.dtype, takes),

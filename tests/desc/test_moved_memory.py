@@ -368,3 +368,59 @@ def test_a_plan_whose_lengths_have_moved_takes_others() -> None:
     plan.run([8, 7])
     assert verify(src, dst, [8, 7])
     assert plan.describe([8, 7]).num_tokens == 15
+
+
+def ahead(tensor: Tensor, shift: int) -> None:
+    """The same shape and strides, `shift` elements further in a storage that covers both places: as
+    after a resize that has put the storage near to where it was.
+    """
+    place = tensor.storage_offset() + shift
+    tensor.set_(tensor.untyped_storage(), place, tensor.shape, tensor.stride())
+
+
+def with_room(tensor: Tensor) -> Tensor:
+    """A copy in a storage that goes on behind it."""
+    held = torch.zeros(tensor.numel() * 2, dtype=tensor.dtype)
+    found = held[: tensor.numel()].view(tensor.shape)
+    found.copy_(tensor)
+    return found
+
+
+@pytest.mark.parametrize("which", ["key", "value", *NAMES, "block"])
+def test_a_storage_that_still_covers_a_place_is_not_that_place(which: str) -> None:
+    """Kept descriptions read what lies there now, if only the storage's ends were compared."""
+    k, v = with_room(torch.randn(4, 4, 2, 8)), with_room(torch.randn(4, 4, 2, 8))
+    numbers = {
+        "slots": with_room(torch.arange(4)),
+        "table": with_room(torch.tensor([[1]])),
+        "lens": with_room(torch.tensor([4])),
+    }
+    layer = CacheDesc.from_kv(describe(k, "BLOCK_NHD"), describe(v, "BLOCK_NHD"))
+    table, lens = BlockTable.packed(numbers["table"]), SeqLens.of(numbers["lens"])
+    slots = SlotMapping.of(numbers["slots"])
+    block, described = with_room(torch.randn(4, 2, 8)), torch.randn(1, 4, 2, 8)
+    one = CacheDesc.from_kv(*(describe(t, "BLOCK_NHD") for t in (described, described.clone())))
+    of_blocks = CacheView((one,), CacheFacts(first_kv_head=0))
+    of_block = of_blocks.at(BlockTable.pointers([[[block, block]]]))
+    here = CacheView((layer,), CacheFacts(first_kv_head=0))
+    there = view(2).at([[3]])
+    ones = torch.ones(4, 2, 8)
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "table": [lambda: migrate(here.at(table), there, [4], same_model=True)],
+        "lens": [lambda: migrate(here.at([[1]]), there, lens, same_model=True)],
+        "slots": [lambda: write_kv(layer, ones, ones, slots)],
+        "block": [lambda: migrate(of_block, there, [4], same_model=True)],
+    }
+    calls["key"] = calls["value"] = [
+        lambda: migrate(here.at([[1]]), there, [4], same_model=True),
+        lambda: write_kv(layer, ones, ones, [6, 7, 8, 9]),
+        lambda: gather_kv(layer, [[1]], [4]),
+    ]
+    for call in calls[which]:
+        call()
+    ahead({"key": k, "value": v, "block": block, **numbers}[which], 1)
+    for call in calls[which]:
+        with pytest.raises(
+            InvalidArgumentError, match="describes memory that its tensor no longer"
+        ):
+            call()
