@@ -81,7 +81,7 @@ struct Descriptors {
            is_in_place(tensors, owner.get(), second_array(*desc));
   }
 
-  // As require_array_in_place of kvx_core/desc/tensors.py, but False also for owners that C cannot
+  // As require_array_in_place of kvx_core/desc/in_place.py, but False also for owners that C cannot
   // ask.
   bool is_in_place(const TensorType &tensors, PyObject *owner, const Array &array) const {
     if (tensors.type_of(owner) != as_object(PyTuple_Type)) {

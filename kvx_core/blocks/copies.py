@@ -16,7 +16,8 @@ import numpy.typing as npt
 from kvx_core._c import abi, abi_blocks
 from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.blocks.layouts import Tensors
-from kvx_core.desc.tensors import TensorLike, is_torch, row_major
+from kvx_core.desc.in_place import is_torch
+from kvx_core.desc.tensors import TensorLike, row_major
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.ops.streams import current_stream, stream_number
 from kvx_core.types import Memory

@@ -25,10 +25,11 @@ from kvx_core._c import bound
 from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.pointers import PointedTo
 from kvx_core.desc.tables import BlockTable
 from kvx_core.desc.tensor_desc import TensorDesc, stored_as
-from kvx_core.desc.tensors import TensorLike, borrowed_fields, is_torch, require_whole
+from kvx_core.desc.tensors import TensorLike, borrowed_fields, require_whole
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.types import DType, Layout, Memory

@@ -18,16 +18,10 @@ from kvx_core.argument_checks import (
     product,
 )
 from kvx_core.desc import layouts
+from kvx_core.desc.in_place import is_in_place, may_move, moved
 from kvx_core.desc.overlap import share_an_element
 from kvx_core.desc.tensor_desc import TensorDesc
-from kvx_core.desc.tensors import (
-    TensorLike,
-    borrow,
-    dtype_name,
-    is_in_place,
-    may_move,
-    moved,
-)
+from kvx_core.desc.tensors import TensorLike, borrow, dtype_name
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import Memory
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvx_core._c import bound
 from kvx_core.argument_checks import bad_argument
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.tensors import (
     Borrowed,
     Numbers,
@@ -18,7 +19,6 @@ from kvx_core.desc.tensors import (
     borrow_ints,
     int64_array,
     is_tensor,
-    is_torch,
     own,
     row_major,
 )

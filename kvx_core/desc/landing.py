@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.desc.tensors import Borrowed, is_torch, row_major
+from kvx_core.desc.in_place import is_torch
+from kvx_core.desc.tensors import Borrowed, row_major
 from kvx_core.types import DType, Memory
 
 

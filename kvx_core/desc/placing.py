@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
-from kvx_core.desc.tensors import Borrowed, Numbers, is_torch
+from kvx_core.desc.tensors import Borrowed, Numbers
 from kvx_core.desc.view import CacheSpan
 from kvx_core.types import Memory, Transfer
 

@@ -9,17 +9,8 @@ import numpy as np
 
 from kvx_core._c.dlpack import Exported
 from kvx_core.argument_checks import address, each
-from kvx_core.desc.tensors import (
-    Borrowed,
-    Numbers,
-    TensorLike,
-    borrow,
-    is_in_place,
-    is_tensor,
-    is_torch,
-    moved,
-    own,
-)
+from kvx_core.desc.in_place import is_in_place, is_torch, moved
+from kvx_core.desc.tensors import Borrowed, Numbers, TensorLike, borrow, is_tensor, own
 from kvx_core.errors import InvalidArgumentError
 
 

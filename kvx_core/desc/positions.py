@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core._c import abi
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.tables import SeqLens
-from kvx_core.desc.tensors import is_torch
 from kvx_core.desc.view import CacheSpan
 from kvx_core.errors import FactsMismatchError
 from kvx_core.types import Memory

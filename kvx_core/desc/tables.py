@@ -23,6 +23,7 @@ from kvx_core.argument_checks import (
     integer,
     plural,
 )
+from kvx_core.desc.in_place import is_torch, require_array_in_place
 from kvx_core.desc.indices import (
     INDEX,
     LENS,
@@ -47,15 +48,7 @@ from kvx_core.desc.pointers import (
     addresses_of_planes,
     nested,
 )
-from kvx_core.desc.tensors import (
-    Borrowed,
-    TensorLike,
-    dtype_name,
-    is_tensor,
-    is_torch,
-    read_array,
-    require_array_in_place,
-)
+from kvx_core.desc.tensors import Borrowed, TensorLike, dtype_name, is_tensor, read_array
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import BlockTableFormat, DType, Memory
 

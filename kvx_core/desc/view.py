@@ -23,13 +23,14 @@ from kvx_core.argument_checks import (
 )
 from kvx_core.desc.cache import CacheDesc
 from kvx_core.desc.facts import CacheFacts
+from kvx_core.desc.in_place import may_move, moving_owners
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.pointers import check_blocks
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
-from kvx_core.desc.tensors import Borrowed, TensorLike, may_move, moving_owners
+from kvx_core.desc.tensors import Borrowed, TensorLike
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.types import BlockTableFormat
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from kvx_core._c import abi_lossless
 from kvx_core.argument_checks import integer
-from kvx_core.desc.tensors import Borrowed, TensorLike, borrow, empty_like_owner, is_torch
+from kvx_core.desc.in_place import is_torch
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrow, empty_like_owner
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.types import DType, Memory
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from kvx_core._c import abi, abi_turboquant
 from kvx_core.argument_checks import flag, integer
-from kvx_core.desc.tensors import Borrowed, TensorLike, borrow, is_torch
+from kvx_core.desc.in_place import is_torch
+from kvx_core.desc.tensors import Borrowed, TensorLike, borrow
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.types import DType, Memory
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import bad_argument, instance, integer
-from kvx_core.desc.tensors import is_torch, require_resolved, require_whole
+from kvx_core.desc.in_place import is_torch
+from kvx_core.desc.tensors import require_resolved, require_whole
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.ops.streams import current_stream
 from kvx_core.types import DType, Memory

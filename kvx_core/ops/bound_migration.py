@@ -13,9 +13,10 @@ from weakref import ref
 
 from kvx_core._c import abi, abi_plan, bound
 from kvx_core.desc import facts
+from kvx_core.desc.in_place import moving_owners
 from kvx_core.desc.placing import places_of, used_on, where_read, with_places
 from kvx_core.desc.tables import DESCRIPTORS, SeqLens
-from kvx_core.desc.tensors import Borrowed, moving_owners
+from kvx_core.desc.tensors import Borrowed
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import FactsMismatchError
 from kvx_core.ops.left_out import may_leave_out

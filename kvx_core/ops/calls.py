@@ -12,12 +12,13 @@ from typing import Any, TypeVar, overload
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.desc.cache import CacheDesc
+from kvx_core.desc.in_place import may_move
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.placing import where_read
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tables import DESCRIPTORS, BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc, describe
-from kvx_core.desc.tensors import TensorLike, may_move, owning_device
+from kvx_core.desc.tensors import TensorLike, owning_device
 from kvx_core.errors import InternalError
 from kvx_core.ops.options import GatherOptions, WriteOptions
 from kvx_core.ops.streams import call_stream

@@ -12,11 +12,12 @@ from typing import Any
 from kvx_core._c import abi, bound
 from kvx_core.argument_checks import bad_argument, instance
 from kvx_core.desc.cache import CacheDesc
+from kvx_core.desc.in_place import may_move
 from kvx_core.desc.placing import where_read
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tables import DESCRIPTORS, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc
-from kvx_core.desc.tensors import TensorLike, may_move, owning_device
+from kvx_core.desc.tensors import TensorLike, owning_device
 from kvx_core.errors import InternalError, InvalidArgumentError
 from kvx_core.ops.calls import A_CACHE, require_cache, token_desc, write_like
 from kvx_core.ops.options import Scale, WriteOptions

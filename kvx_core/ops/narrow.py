@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvx_core.desc.cache import CacheDesc
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.tables import BlockTable
 from kvx_core.desc.tensor_desc import TensorDesc
-from kvx_core.desc.tensors import TensorLike, is_torch, read_array
+from kvx_core.desc.tensors import TensorLike, read_array
 from kvx_core.desc.view import CacheView
 from kvx_core.types import DType, Memory
 

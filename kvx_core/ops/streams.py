@@ -9,7 +9,7 @@ from typing import Any
 
 from kvx_core._c import abi
 from kvx_core.argument_checks import address
-from kvx_core.desc.tensors import is_torch
+from kvx_core.desc.in_place import is_torch
 
 
 def current_stream(*owners: object) -> Callable[[], int] | None:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.desc.facts import compare
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.planes import Plane, role_name
 from kvx_core.desc.tables import SeqLens
-from kvx_core.desc.tensors import Borrowed, TensorLike, is_torch, tensor_of
+from kvx_core.desc.tensors import Borrowed, TensorLike, tensor_of
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.ops.migrate import rows_per_sequence

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from kvx_core.argument_checks import bad_argument
 from kvx_core.desc.facts import compare
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.tables import BlockTable, SeqLens
-from kvx_core.desc.tensors import int64_array, is_torch
+from kvx_core.desc.tensors import int64_array
 from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.ops.migrate import copy_tokens

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvx_core.desc.cache import CacheDesc
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.scales import ScaleDesc
 from kvx_core.desc.tensor_desc import TensorDesc
-from kvx_core.desc.tensors import is_torch
 from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot.contents import SCALED

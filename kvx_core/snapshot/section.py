@@ -14,9 +14,10 @@ from kvx_core._c import abi
 from kvx_core.argument_checks import coerce_fields, int64s, integer, is_a, or_none, text
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.find_tokens import find_tokens, null_blocks
+from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.tables import BlockTable, SeqLens
-from kvx_core.desc.tensors import Borrowed, is_torch, read_array
+from kvx_core.desc.tensors import Borrowed, read_array
 from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedError
 from kvx_core.ops.holds import require_holds
