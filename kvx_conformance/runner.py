@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -34,8 +35,12 @@ class _Worker:
     """A process that runs cases of one subject, one after the other."""
 
     def __init__(self, kind: str, subject: str) -> None:
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="kvx-conformance-", ignore_cleanup_errors=True
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvx_conformance.worker", kind, subject],
+            env=os.environ | {"TMPDIR": self._scratch.name},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -72,6 +77,7 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._scratch.cleanup()
 
     def _read(self, lines: IO[str]) -> None:
         for line in lines:

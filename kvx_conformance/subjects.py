@@ -8,8 +8,13 @@ from typing import Any
 
 from kvx_conformance.case import Case, cases_in
 
+_OF_CONNECTORS = "kvx_conformance.connector_cases"
 # The kinds of subjects, each with the package of its cases.
-KINDS = {"engine": "kvx_conformance.engine_cases"}
+KINDS = {
+    "engine": "kvx_conformance.engine_cases",
+    "store": _OF_CONNECTORS,
+    "connector": _OF_CONNECTORS,
+}
 
 
 def cases_of(kind: str) -> list[Case]:
@@ -21,11 +26,17 @@ def cases_of(kind: str) -> list[Case]:
     return found
 
 
-def load(name: str) -> Any:
-    """The subject `MODULE` or `MODULE:NAME`; a class or function without arguments is called.
+def made(name: str) -> Any:
+    """What `MODULE` or `MODULE:NAME` stands for; a class or function is called without arguments.
 
     Raises ValueError if there is none.
     """
+    value = load(name)
+    return value() if callable(value) else value
+
+
+def load(name: str) -> Any:
+    """What `MODULE` or `MODULE:NAME` stands for. Raises ValueError if there is none."""
     module_name, _, attribute = name.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
@@ -37,5 +48,4 @@ def load(name: str) -> Any:
         return value
     if not hasattr(value, attribute):
         raise ValueError(f"{module_name} has no {attribute!r}")
-    value = getattr(value, attribute)
-    return value() if callable(value) else value
+    return getattr(value, attribute)

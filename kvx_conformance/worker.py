@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from typing import Any
 
-from kvx_conformance.case import Case, Finding, Outcome
-from kvx_conformance.subjects import cases_of, load
+from kvx_conformance.case import Case, Finding, Outcome, summary
+from kvx_conformance.connector_probe import Probe
+from kvx_conformance.subjects import cases_of, made
 
 
 def outcome_of(case: Case, subject: Any) -> tuple[Outcome, str]:
@@ -23,8 +23,7 @@ def outcome_of(case: Case, subject: Any) -> tuple[Outcome, str]:
     except Finding as finding:
         return finding.outcome, str(finding)
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome.REFUSED, f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        return Outcome.REFUSED, summary(error)
     return Outcome.PASS, ""
 
 
@@ -32,7 +31,7 @@ def main(kind: str, name: str) -> None:
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     cases = {case.name: case for case in cases_of(kind)}
-    subject = load(name)
+    subject = made(name) if kind == "engine" else Probe(kind, name)
     print(json.dumps({"ready": True}), file=results)
     for line in sys.stdin:
         outcome, why = outcome_of(cases[line.strip()], subject)

@@ -31,6 +31,7 @@ settings.load_profile(os.environ.get("KVX_HYPOTHESIS_PROFILE", "kvx"))
 # end.
 LONG = (
     "test_sanitizers.py",
+    "conformance/test_connectors.py",
     "gpu/test_gpu_harness.py",
     "test_hostgrid_mutants.py",
     "vllm_plugin/test_month.py",
@@ -43,7 +44,7 @@ LONG = (
     "test_cuda_build.py",
     "test_hostgrid_orders.py",
     "engines/test_engine_pairs.py",
-    "vllm_plugin/test_aborts.py",
+    "conformance/test_stores.py",
     "vllm_plugin/test_round_trips.py",
     "vllm_plugin/test_hybrid.py",
     "vllm_plugin/test_failures.py",

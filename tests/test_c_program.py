@@ -107,6 +107,7 @@ def test_wheel_is_for_every_python(wheel: Path, installed: Path) -> None:
     for package in ("kvx_core", "kvx_adapters", "kvx_conformance"):
         source = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert source | {f"{package}/py.typed"} <= files
+    assert "kvx_conformance/faults.c" in files
     assert {file.split("/")[0].split("-")[0] for file in files} == {
         "kvx_core",
         "kvx_adapters",

@@ -60,7 +60,7 @@ def test_what_ends_a_case_ends_no_other(
     [
         (["engine", "mine", "-k", "no_such_case"], "names no case; --list shows all"),
         (["engine"], "no SUBJECT; expected MODULE or MODULE:NAME"),
-        (["store", "mine"], "invalid choice: 'store'"),
+        (["stores", "mine"], "invalid choice: 'stores'"),
     ],
 )
 def test_wrong_arguments(

@@ -40,8 +40,13 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "cmake": (1, ("tests/pages/test_snippets.py",)),
     },
     "docs/conformance.md": {
-        language: (count, ("tests/conformance/test_engines.py",))
-        for language, count in {"python": 1, "bash": 2, "yaml": 1}.items()
+        language: (
+            count,
+            tuple(
+                f"tests/conformance/test_{kind}.py" for kind in ("engines", "stores", "connectors")
+            ),
+        )
+        for language, count in {"python": 3, "bash": 4, "yaml": 2}.items()
     },
     "docs/deepseek_v4.md": {
         "": (1, (DRAWING,)),

@@ -143,7 +143,7 @@ def beside_one_that_fails(own: Any, policy: str, *, comes_first: bool) -> Any:
     """KVX and a connector whose loads all fail, in vLLM's MultiConnector."""
     failing = {
         "kv_connector": "FailingConnector",
-        "kv_connector_module_path": "tests.vllm_plugin.failing_connector",
+        "kv_connector_module_path": "kvx_conformance.connectors.failing",
         "kv_role": "kv_both",
     }
     both = [failing, own] if comes_first else [own, failing]

@@ -1,6 +1,7 @@
 """Directory on file systems that fail, with writers that die and clocks that differ.
 
-Other processes run with the faults of tests/c/faults.c; the tests check the files that they leave.
+Other processes run with the faults of kvx_conformance/faults.c; the tests check the files that they
+leave.
 """
 
 from __future__ import annotations

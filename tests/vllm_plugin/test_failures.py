@@ -86,29 +86,6 @@ def damage(store: Path) -> None:
 
 
 @LOADS
-def test_recompute(
-    prefix_caching: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
-) -> None:
-    """Also of what is written meanwhile, nothing is wrong."""
-    prompts = [*DAMAGED, SOUND, UNKNOWN]
-    expected = stock(llama, prompts, NUM_NEW)
-    damage(store)
-    config = connector(store, "kv_both", "recompute")
-    for block_size in (64, 32):
-        with engines.engine(
-            llama,
-            block_size=block_size,
-            enable_prefix_caching=prefix_caching,
-            kv_transfer_config=config,
-        ) as engine:
-            num_free_blocks = engine.num_free_blocks()
-            outputs = engine.generate(prompts, max_tokens=NUM_NEW)
-            same_tokens(outputs, expected)
-            assert outputs[-2].num_cached_tokens == LENGTH - 1
-            assert engine.num_free_blocks() == num_free_blocks
-
-
-@LOADS
 def test_fail(
     prefix_caching: bool, store: Path, llama: Path, engines: EngineProcess, stock: Stock
 ) -> None:
@@ -171,38 +148,6 @@ def test_the_same_model_with_other_facts(
         "window is 0 at the destination",
     ):
         assert re.search(rf"^.*WARNING.*KVX could not load request .*: {sentence} ", log, re.M)
-
-
-@LOADS
-def test_gone_between_lookup_and_load(
-    prefix_caching: bool,
-    filled: Path,
-    llama: Path,
-    engines: EngineProcess,
-    stock: Stock,
-    tmp_path: Path,
-) -> None:
-    """Also for a request that has found the other's blocks, which are about to be loaded."""
-    prompts = [SOUND, SOUND[:150] + UNKNOWN[:50]]
-    expected = stock(llama, prompts, NUM_NEW)
-    for policy in ("recompute", "fail"):
-        store = tmp_path / policy
-        shutil.copytree(filled, store)
-        config = connector(store, "kv_consumer", policy)
-        with engines.engine(
-            llama, block_size=64, enable_prefix_caching=prefix_caching, kv_transfer_config=config
-        ) as engine:
-            num_free_blocks = engine.num_free_blocks()
-            engine.call("on_next_load", delete=str(store))
-            outputs = engine.generate(prompts, max_tokens=NUM_NEW)
-            if policy == "fail":
-                assert outputs[0].finish_reason == "error"
-            good = [i for i, output in enumerate(outputs) if output.finish_reason != "error"]
-            assert policy == "fail" or good == [0, 1]
-            same_tokens([outputs[i] for i in good], [expected[i] for i in good])
-            assert not list(store.rglob("*.safetensors"))
-            assert engine.num_free_blocks() == num_free_blocks
-            same_tokens(engine.generate(prompts, max_tokens=NUM_NEW), expected)
 
 
 @LOADS

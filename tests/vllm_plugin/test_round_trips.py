@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from kvx_core.snapshot import Snapshot
 from tests.fakes.vllm import needs_cpu_op
 from tests.store_files import entry_files, rewrite
-from tests.vllm_plugin import models
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, Output, connector, same_tokens
 from tests.vllm_plugin.models import prompt, same_keys_and_values
@@ -283,79 +281,6 @@ def test_zeroed_keys_change_the_tokens(
     (output,) = read(engines, llama, connector(tmp_path, "kv_consumer"), [one])
     assert output.num_cached_tokens == len(one) - 1
     assert output.tokens != stock(llama, [one], NUM_NEW)[0]
-
-
-def test_another_models_cache_is_not_found(
-    filled: Path, engines: EngineProcess, tmp_path: Path
-) -> None:
-    """It has the same shape, and other weights."""
-    other = models.llama(tmp_path, seed=1)
-    (output,) = read(engines, other, connector(filled, "kv_consumer"), PROMPTS[5:])
-    assert output.num_cached_tokens == 0
-    assert output.finish_reason == "length"
-
-
-def test_a_longer_context_with_other_rotary_factors_is_not_found(
-    engines: EngineProcess, tmp_path: Path
-) -> None:
-    """Phi-3's longrope turns all keys by its long factors where more than 256 tokens have room."""
-    model = models.phi3(tmp_path / "phi3")
-    store, one = tmp_path / "store", prompt(150, seed=7)
-    lengths = (512, 256)
-    alone = []
-    for length in lengths:
-        with engines.engine(model, max_model_len=length) as engine:
-            alone += engine.generate([one], max_tokens=NUM_NEW)
-    assert alone[0].tokens != alone[1].tokens
-    for again in (False, True):
-        for length, expected in zip(lengths, alone, strict=True):
-            options = {"max_model_len": length, "kv_transfer_config": connector(store)}
-            with engines.engine(model, **options) as engine:
-                (output,) = engine.generate([one], max_tokens=NUM_NEW)
-            assert output.num_cached_tokens == (149 if again else 0)
-            assert output.tokens == expected.tokens
-
-
-def test_random_weights_do_not_poison_the_models_store(
-    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    one = PROMPTS[5]
-    config = connector(tmp_path)
-    with engines.engine(llama, load_format="dummy", kv_transfer_config=config) as engine:
-        engine.generate([one], max_tokens=NUM_NEW)
-    assert list(tmp_path.rglob("*.safetensors"))
-    (output,) = read(engines, llama, config, [one])
-    assert output.num_cached_tokens == 0
-    assert [output.tokens] == stock(llama, [one], NUM_NEW)
-
-
-def test_a_fine_tune_of_some_rows_is_not_found(
-    filled: Path, llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    """Of the embedding rows 1 to 119 differ, which are not in the middle of its bytes."""
-    from safetensors.torch import load_file, save_file
-
-    tuned = shutil.copytree(llama, tmp_path / "tuned")
-    tensors = load_file(tuned / "model.safetensors")
-    tensors["model.embed_tokens.weight"][1:120] *= -1
-    save_file(tensors, tuned / "model.safetensors", {"format": "pt"})
-    outputs = read(engines, tuned, connector(filled, "kv_consumer"), PROMPTS[5:])
-    assert outputs[0].num_cached_tokens == 0
-    same_tokens(outputs, stock(tuned, PROMPTS[5:], NUM_NEW))
-    assert outputs[0].tokens != stock(llama, PROMPTS[5:], NUM_NEW)[0]
-
-
-def test_salted_requests_share_with_their_like_alone(
-    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    one = PROMPTS[5]
-    config = connector(tmp_path)
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
-        engine.generate([one], cache_salt="Alice")
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
-        found = [engine.generate([one], cache_salt=salt)[0] for salt in ("Bob", "Alice", None)]
-    same_tokens(found, stock(llama, [one], 16) * 3)
-    assert [output.num_cached_tokens for output in found] == [0, 256, 0]
 
 
 # ---- what another adapter computed ----

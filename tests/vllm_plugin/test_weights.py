@@ -75,33 +75,6 @@ def test_files_are_replaced_and_come_back(
             assert cached(found) == ALL
 
 
-@pytest.mark.parametrize("how", ["model", "callable", "executor"])
-def test_weights_that_no_file_names(
-    how: str, llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    of_first = stock(llama, PROMPTS)
-    config = connector(tmp_path, "kv_both", save_generated=False, fresh_seconds=0)
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
-        same_tokens(engine.generate(PROMPTS), of_first)
-        engine.call("wait_until_saved")
-        engine.call("change_weights", how=how)
-        engine.call("reset_prefix_cache")
-        found = engine.generate(PROMPTS)
-        assert cached(found) == NONE
-        changed = [output.tokens for output in found]
-        assert changed != of_first
-        # It finds what it has computed with these weights itself.
-        engine.call("wait_until_saved")
-        engine.call("reset_prefix_cache")
-        found = engine.generate(PROMPTS)
-        assert cached(found) == ALL
-        assert [output.tokens for output in found] == changed
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
-        found = engine.generate(PROMPTS)
-        same_tokens(found, of_first)
-        assert cached(found) == ALL
-
-
 def test_blocks_that_vllm_keeps_are_not_stored_for_others(
     llama: Path, other: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
@@ -119,20 +92,6 @@ def test_blocks_that_vllm_keeps_are_not_stored_for_others(
         found = engine.generate(longer)
         same_tokens(found, expected)
         assert cached(found) == NONE
-
-
-def test_sleep_keeps_what_is_stored(
-    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    expected = stock(llama, PROMPTS)
-    config = connector(tmp_path, "kv_both", save_generated=False, fresh_seconds=0)
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
-        engine.generate(PROMPTS)
-        engine.call("wait_until_saved")
-        engine.call("sleep_and_wake")
-        found = engine.generate(PROMPTS)
-        same_tokens(found, expected)
-        assert cached(found) == ALL
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Subjects: vLLM with some of its KV connectors, as `kvx_conformance.connector` describes them."""
