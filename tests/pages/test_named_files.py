@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.native import ROOT
 
-FOLDERS = "kvx_core|kvx_adapters|csrc|tests|docs|benchmarks|examples|cmake"
+FOLDERS = "kvx_core|kvx_adapters|kvx_conformance|csrc|tests|docs|benchmarks|examples|cmake"
 # A path from the root on, which may be a pattern: `csrc/rules/apart*`, `kvx_core/{desc,ops}`.
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*{{}},-]*[\w*}}/](?![<\w])")
 NAME = re.compile(r"(?<![\w./*-])[a-z]\w*\.(?:py|cc|cu|cuh|inl)\b")  # a file of some room
