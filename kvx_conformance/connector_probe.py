@@ -165,7 +165,6 @@ def share_nothing(
     probe.write(store, written, writer)
     none_is_reused(probe.read(store, read, reader), "of what others have stored")
     probe.read(store, written, writer)
-    probe.read(store, read, reader)
     other = probe.folder()  # and the other way round, from the first token stored
     probe.write(other, read, reader)
     none_is_reused(probe.read(other, written, writer), "of what others have stored")
