@@ -19,6 +19,10 @@ pytestmark = [needs_cpu_op, pytest.mark.slow]
 
 CASES = {case.name: case for case in cases_of("connector")}
 THEMES = sorted({name.partition(".")[0] for name in CASES})
+NEED_AVX512 = {  # vLLM's FP8 caches on CPU do
+    "settings.a_rounded_cache_is_not_taken_for_an_exact_one",
+    "settings.precision_is_compared_layer_by_layer",
+}
 _FAULTY = "tests.conformance.faulty_connectors"
 # What a store alone cannot fail, each case with a connector that must. vLLM's own for files stores
 # what another connector has not loaded.
@@ -43,7 +47,8 @@ def test_kvx_passes(theme: str) -> None:
     cases = [case for name, case in CASES.items() if name.partition(".")[0] == theme]
     results = list(runner.run("connector", subject, cases))
     assert not_good(results) == {}
-    assert sum(result.outcome is Outcome.PASS for result in results) >= len(results) - 1
+    left_out = {one.case.name for one in results if one.outcome is Outcome.NOT_APPLICABLE}
+    assert left_out <= NEED_AVX512
 
 
 @pytest.mark.parametrize(("case", "fault"), FAULTS)
