@@ -43,7 +43,6 @@ def a_rounded_cache_is_not_taken_for_an_exact_one(probe: Probe) -> None:
     store, requests = probe.folder(), prompts(2)
     probe.write(store, requests, Setup(cache_dtype="fp8"))
     none_is_reused(probe.read(store, requests), "of what was rounded to FP8")
-    probe.write(store, requests, Setup(cache_dtype="fp8"))
 
 
 @case("one precision stood for all layers: kv_cache_dtype_skip_layers", seconds=_SECONDS)
