@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import plural
+from kvx_core.argument_checks import bad_argument, plural
 from kvx_core.desc.find_tokens import find_tokens
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan
@@ -74,7 +74,10 @@ def _rows_of_blocks(span: CacheSpan, lens: SeqLens) -> tuple[_Counts, _Counts]:
 def _counts(name: str, span: CacheSpan, num_rows: int) -> _Counts:
     """What the engine says of each sequence."""
     assert span.view.holds is not None
-    counts = np.atleast_1d(np.asarray(span.view.holds(), np.int64))
+    found = np.atleast_1d(np.asarray(given := span.view.holds()))
+    if found.ndim > 1 or (found.dtype.kind not in "iu" and found.size):
+        raise bad_argument(f"{name}.view.holds()", given, "an integer, or one per sequence")
+    counts = found.astype(np.int64)
     if counts.shape == (1,):
         return np.broadcast_to(counts, num_rows)
     if len(counts) < num_rows:

@@ -201,3 +201,13 @@ def test_what_is_no_count() -> None:
     )
     with pytest.raises(InvalidArgumentError, match="holds is 7, expected a function or None"):
         a_cache(0, 7)
+
+
+@pytest.mark.parametrize("count", ["32", None, 8.0, True, [[8]], ["8"]])
+def test_what_is_no_count_is_refused(count: Any) -> None:
+    _, src = a_cache(0, lambda: count)
+    target, dst = a_cache(10_000)
+    before = target.clone()
+    with pytest.raises(InvalidArgumentError, match=r"^src\.view\.holds\(\) is .*expected an int"):
+        migrate(src, dst, [1, 1, 1])
+    assert torch.equal(target, before)
