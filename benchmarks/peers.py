@@ -9,14 +9,10 @@ bytes that have changed. transformers reads what vLLM has stored. Run with
 from __future__ import annotations
 
 import importlib.util
-import json
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +20,7 @@ from typing import Any
 
 from benchmarks.vllm_engines import ENVIRONMENT, MODEL, Engine, engine, tokens, variables
 from kvx_adapters.cli.demo_model import PASSAGES, make_model
+from kvx_conformance.connectors import lmcache
 
 _PROMPTS = (512, 2048, 4096)
 _STORED, _SHARED = 1000, 700  # tokens of a stored prompt; of them another prompt begins with
@@ -60,8 +57,11 @@ class Contestant:
     def store(self, folder: Path) -> Iterator[Store]:
         """What the folder holds, with a new server beside it if one is needed."""
         folder.mkdir(exist_ok=True)
-        port = _free_port()
-        with _server(folder, port, self.needs_server):
+        port, log = lmcache.free_port(), folder.parent / "server.log"
+        beside = (
+            lmcache.server(folder, log, port, memory_gb=2) if self.needs_server else nullcontext()
+        )
+        with beside:
             yield Store(self.transfer(folder, port))
 
 
@@ -355,46 +355,3 @@ def _model(directory: Path, seed: int) -> Path:
 def _variables() -> Iterator[None]:
     with variables(**ENVIRONMENT | {"LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}):
         yield
-
-
-@contextmanager
-def _server(folder: Path, port: int, is_needed: bool) -> Iterator[None]:
-    """LMCache's server with files in the folder."""
-    if not is_needed:
-        yield
-        return
-    command = [
-        *(str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)),
-        *("--http-port", str(_free_port()), "--l1-size-gb", "2", "--eviction-policy", "LRU"),
-        "--disable-observability",
-        *("--l2-adapter", json.dumps({"type": "fs_native", "base_path": str(folder)})),
-    ]
-    path = folder.parent / "server.log"
-    with path.open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        _wait_for(port, process, path)
-        yield
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(600):
-        if process.poll() is not None:
-            raise RuntimeError(f"the server has ended: {log.read_text()[-2000:]}")
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise TimeoutError("the server did not answer within a minute")
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port

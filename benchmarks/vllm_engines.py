@@ -5,6 +5,7 @@ Each runs in a process of its own, with a model of random weights. One of them w
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import multiprocessing
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvx_conformance.connectors.vllm import mend_llvmlite
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -195,7 +198,8 @@ def _serve(
     from vllm.config import KVTransferConfig
 
     if find_spec("lmcache"):
-        _mend_llvmlite()
+        importlib.import_module("llvmlite.binding.ffi")  # LMCache does, after vLLM has looked
+        mend_llvmlite()
     given: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -218,23 +222,6 @@ def _serve(
             llm.llm_engine.step()
         counters = connector.settle() if connector else {}
         connection.send(Run(*found, inside, counters))
-
-
-def _mend_llvmlite() -> None:
-    """LMCache imports numba. vLLM 0.32 on CPU looks into the `__dict__` of all that modules hold,
-    and an object of llvmlite takes that for the name of a function of LLVM.
-    """
-    from llvmlite.binding import ffi
-
-    kind = type(ffi.lib)
-    find = kind.__getattr__
-
-    def find_function(self: object, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return find(self, name)
-
-    kind.__getattr__ = find_function
 
 
 def _steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvx_conformance.case import Wrong, case
@@ -14,6 +14,7 @@ from kvx_conformance.connector_probe import (
     prompts,
     some_are_reused,
 )
+from kvx_conformance.served import Served
 
 _SECONDS = 240.0
 _OTHER = Setup(weights="layer", place="other")
@@ -72,30 +73,30 @@ def weights_in_place_poison_nobody(probe: Probe) -> None:
 @case("vLLM: reset_prefix_cache empties the engine's own cache", seconds=_SECONDS)
 def a_reset_loses_nothing_stored(probe: Probe) -> None:
     """After the engine's own prefix cache was emptied, the store still has the prompts."""
-    store, requests = probe.folder(), prompts(2)
-    with probe.engine(PLAIN, store) as engine:
-        engine.ask(requests)
-        engine.settle()
-        engine.forget()
-        answers = engine.ask(requests)
-        probe.check(answers, requests)
-        some_are_reused(answers, "nothing but the engine's own cache was emptied")
+    with probe.engine(PLAIN, probe.folder()) as engine:
+        _finds_after(engine.forget, engine, probe)
 
 
 @case("vLLM: sleep mode; KVX lost all entries by it once (0 of 253 found)", seconds=_SECONDS)
 def sleep_loses_nothing(probe: Probe) -> None:
     """After an engine has slept it finds what was stored, and so do others what it stores then."""
-    store, requests, later = probe.folder(), prompts(2), prompts(2, seed=5)
+    store, later = probe.folder(), prompts(2, seed=5)
     with probe.engine(PLAIN, store) as engine:
-        engine.ask(requests)
-        engine.settle()
-        engine.sleep()
-        answers = engine.ask(requests)
-        probe.check(answers, requests)
-        some_are_reused(answers, "the engine has slept, no more")
+        _finds_after(engine.sleep, engine, probe)
         probe.check(engine.ask(later), later)
         engine.settle()
     some_are_reused(probe.read(store, later), "they were stored after a sleep")
+
+
+def _finds_after(change: Callable[[], None], engine: Served, probe: Probe) -> None:
+    """What the engine has stored before a change, it finds and goes on with after it."""
+    requests = prompts(2)
+    engine.ask(requests)
+    engine.settle()
+    change()
+    answers = engine.ask(requests)
+    probe.check(answers, requests)
+    some_are_reused(answers, "the same weights have stored them, in this engine")
 
 
 def _after_tensors(probe: Probe, requests: Sequence[Request]) -> list[tuple[int, ...]]:

@@ -47,8 +47,8 @@ class Connector(VllmConnector):
         if find_spec("lmcache") is None:
             raise NotApplicable("LMCache is not installed: pip install --no-deps lmcache==0.5.6")
         importlib.import_module("llvmlite.binding.ffi")  # LMCache does, after vLLM has looked
-        port = _free_port()
-        with _server(store, work / "lmcache.log", port):
+        port = free_port()
+        with server(store, work / "lmcache.log", port):
             yield {
                 "kv_connector": "LMCacheMPConnector",
                 "kv_role": "kv_both",
@@ -60,11 +60,13 @@ class Connector(VllmConnector):
 
 
 @contextmanager
-def _server(store: Path, log: Path, port: int) -> Iterator[None]:
+def server(store: Path, log: Path, port: int, memory_gb: int = 1) -> Iterator[None]:
+    """LMCache's server on the loopback, with its files in `store`."""
     adapter = {"type": "fs_native", "base_path": str(store)}
     command = [
         *(str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)),
-        *("--http-port", str(_free_port()), "--l1-size-gb", "1", "--eviction-policy", "LRU"),
+        *("--http-port", str(free_port()), "--l1-size-gb", str(memory_gb)),
+        *("--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "engine_driven", "--disable-observability"),
         *("--l2-adapter", json.dumps(adapter)),
     ]
@@ -98,7 +100,8 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     raise TimeoutError(f"LMCache's server did not answer within {_START_SECONDS:g} seconds")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]

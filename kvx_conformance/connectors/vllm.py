@@ -90,7 +90,7 @@ class VllmConnector:
                     transfer = _with_failing(transfer, setup.beside)
                 options["kv_transfer_config"] = KVTransferConfig(**transfer)
             envs.disable_envs_cache()  # of the engine before
-            _mend_llvmlite()
+            mend_llvmlite()
             with _layout(setup.layout):
                 llm = LLM(**options)
             settle = None if store is None else lambda: self.settle(llm, store)
@@ -221,7 +221,7 @@ def _layout(name: str | None) -> Iterator[None]:
         del os.environ[variable]
 
 
-def _mend_llvmlite() -> None:
+def mend_llvmlite() -> None:
     """vLLM 0.32 on CPU reads the `__dict__` of all that modules hold. An object of llvmlite, which
     drafts and LMCache import, takes that for the name of a function of LLVM.
 

@@ -103,7 +103,7 @@ def embeddings(files: Path) -> Any:
 
 def adapter(work: Path, name: str) -> Path:
     """A LoRA adapter for the family "llama", as PEFT saves it. Names have different weights."""
-    return _made(work / "adapters" / name, lambda directory: _adapter(directory, name))
+    return _made(work / "adapters" / name, lambda directory: save_adapter(directory, name))
 
 
 def _llama(directory: Path) -> None:
@@ -163,8 +163,8 @@ def _deepseek_v2(directory: Path) -> None:
     _save(DeepseekV2ForCausalLM, config, directory)
 
 
-def _blip2(directory: Path) -> None:
-    """An image is four tokens in front of the prompt."""
+def blip2(directory: Path) -> None:
+    """A model for images: one is four tokens in front of the prompt."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import (
@@ -215,11 +215,12 @@ _FAMILIES: dict[Family, Callable[[Path], None]] = {
     "longrope": _phi3,
     "windows": _gemma3,
     "latents": _deepseek_v2,
-    "images": _blip2,
+    "images": blip2,
 }
 
 
-def _adapter(directory: Path, name: str) -> None:
+def save_adapter(directory: Path, name: str) -> None:
+    """The files of an adapter: see `adapter`."""
     import torch
     from safetensors.torch import save_file
 

@@ -80,7 +80,7 @@ def llamas(directory: Path, process: EngineProcess) -> Family:
     """
     one = models.llama(directory / "model")
     other = models.with_another_layer(one, directory / "other")
-    adapter = models.adapter(one, directory / "adapter")
+    adapter = models.adapter(directory / "adapter")
     chance = random.Random(0)
     prompts = _prompts(chance)
     plain = [Request(ids) for ids in prompts]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.vllm_plugin.models import IMAGE_SIZE
+from kvx_conformance.connectors.vllm_models import IMAGE_SIZE
 
 
 def request(

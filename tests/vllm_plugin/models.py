@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvx_conformance.connectors import vllm_models
+
 VOCAB_SIZE = 512
-NUM_IMAGE_TOKENS = 4
-IMAGE_SIZE = 28  # pixels, both ways
 WINDOW = 48  # of the hybrid model's sliding layers
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -130,77 +129,15 @@ def gemma4(directory: Path) -> Path:
 
 
 def blip2(directory: Path) -> Path:
-    """A BLIP-2 of random weights: an image is NUM_IMAGE_TOKENS tokens in front of the prompt."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import (
-        Blip2Config,
-        Blip2ForConditionalGeneration,
-        Blip2Processor,
-        OPTConfig,
-        PreTrainedTokenizerFast,
-    )
-    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
-
-    text = OPTConfig(
-        num_hidden_layers=3,
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        word_embed_proj_dim=256,
-        ffn_dim=512,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        init_std=0.2,
-    )
-    encoder = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    encoder["num_attention_heads"] = 2
-    config = Blip2Config(
-        text_config=text.to_dict(),
-        vision_config=encoder | {"image_size": IMAGE_SIZE, "patch_size": 14},
-        qformer_config=encoder | {"encoder_hidden_size": 64, "vocab_size": VOCAB_SIZE},
-        num_query_tokens=NUM_IMAGE_TOKENS,
-        image_token_index=VOCAB_SIZE - 1,
-        initializer_range=0.2,
-    )
-    _save(Blip2ForConditionalGeneration, config, directory, 0)
-    words = {f"<{i}>": i for i in range(VOCAB_SIZE - 1)} | {"<image>": VOCAB_SIZE - 1}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<1>")), eos_token="<0>"
-    )
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    Blip2Processor(
-        image_processor=BlipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}),
-        tokenizer=tokenizer,
-        num_query_tokens=NUM_IMAGE_TOKENS,
-    ).save_pretrained(directory)
+    """A BLIP-2 of random weights: an image is four tokens in front of the prompt."""
+    vllm_models.blip2(directory)
     return directory
 
 
-def adapter(model: Path, directory: Path) -> Path:
+def adapter(directory: Path) -> Path:
     """A LoRA adapter of random weights for a model of `llama`, as PEFT saves it."""
-    config = json.loads((model / "config.json").read_text())
-    generator = torch.Generator().manual_seed(7)
-    wide = config["hidden_size"]
-    narrow = config["num_key_value_heads"] * config["head_dim"]
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, size in (("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("A", (8, wide)), ("B", (size, 8))):
-                values = torch.randn(shape, generator=generator) * 0.2
-                tensors[f"{prefix}.lora_{part}.weight"] = values
     directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "k_proj", "v_proj"],
-        "bias": "none",
-        "base_model_name_or_path": str(model),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    vllm_models.save_adapter(directory, "one")
     return directory
 
 
