@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,13 +80,20 @@ class Probe:
         requests: Sequence[Request],
         setup: Setup = PLAIN,
         new_tokens: int = 8,
+        *,
+        aborted: Collection[int] = (),
     ) -> None:
-        """Raises Wrong if a request was not answered as without a store, Lost if it failed."""
+        """Raises Wrong if a request was not answered as without a store, Lost if it failed.
+
+        aborted: indices of requests that may have been aborted before their last token
+        """
         expected = self.alone(requests, setup, new_tokens)
         for i, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
-            if answer.ended == "error":
-                raise Lost(f"request {i} failed")
-            if answer.ended == "length" and answer.tokens != tokens:
+            if answer.ended == "abort" and i in aborted:
+                continue
+            if answer.ended != "length":
+                raise Lost(f"request {i} ended by {answer.ended}")
+            if answer.tokens != tokens:
                 raise Wrong(
                     f"request {i} of {len(requests[i].tokens)} tokens, of which {answer.reused} "
                     f"were reused, went on {answer.tokens}, expected {tokens}"

@@ -36,6 +36,7 @@ def _run(probe: Probe, setup: Setup, *, aborts: bool = False, resets: bool = Fal
     store, asked = probe.folder(), []
     for seed in (1, 2):
         requests, step = _requests(seed), random.Random(seed).randrange(14, 30)
+        aborted = range(10, 16) if aborts else range(0)
         if aborts:
             requests = requests[:10] + prompts(6, seed=seed + 30)
         with probe.engine(setup, store) as engine:
@@ -43,14 +44,14 @@ def _run(probe: Probe, setup: Setup, *, aborts: bool = False, resets: bool = Fal
             answers = engine.ask(
                 requests,
                 new_tokens=_NEW,
-                abort_at=dict.fromkeys(range(10, 16), step) if aborts else None,
+                abort_at=dict.fromkeys(aborted, step),
                 reset_at=[5, 12, 13, 30] if resets else (),
             )
             after = engine.free_blocks()
             engine.settle()
         if after != before:
             raise Lost(f"{before - after} blocks are held by requests that have ended")
-        probe.check(answers, requests, setup, _NEW)
+        probe.check(answers, requests, setup, _NEW, aborted=aborted)
         asked.append(requests)
     for requests in asked:
         probe.read(store, requests, Setup(family=setup.family, block_size=64))
