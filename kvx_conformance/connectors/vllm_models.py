@@ -112,8 +112,8 @@ def _llama(directory: Path) -> None:
     _save(LlamaForCausalLM, LlamaConfig(**_SIZES), directory)
 
 
-def _phi3(directory: Path) -> None:
-    """Trained for 256 tokens and stretched to 512."""
+def phi3(directory: Path) -> None:
+    """Trained for 256 tokens and stretched to 512 by longrope."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     config = Phi3Config(
@@ -212,7 +212,7 @@ def blip2(directory: Path) -> None:
 
 _FAMILIES: dict[Family, Callable[[Path], None]] = {
     "llama": _llama,
-    "longrope": _phi3,
+    "longrope": phi3,
     "windows": _gemma3,
     "latents": _deepseek_v2,
     "images": blip2,

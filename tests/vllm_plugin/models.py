@@ -69,21 +69,8 @@ def gemma(directory: Path) -> Path:
 
 def phi3(directory: Path) -> Path:
     """A Phi-3 of random weights, trained for 256 tokens and stretched to 512 by longrope."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config = Phi3Config(
-        num_hidden_layers=2,
-        original_max_position_embeddings=256,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0 + i / 64 for i in range(32)],
-            "long_factor": [1.0 + i for i in range(32)],
-        },
-        pad_token_id=None,
-        **SIZES,
-    )
-    return _save(Phi3ForCausalLM, config, directory, 0)
+    vllm_models.phi3(directory)
+    return directory
 
 
 def deepseek(directory: Path) -> Path:
