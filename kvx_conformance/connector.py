@@ -121,7 +121,8 @@ class Engine(Protocol):
     ) -> list[Answer]:
         """Runs the requests at once, until all have ended and nothing of them is to be copied.
 
-        abort_at: steps before which a request is aborted, by its index
+        abort_at: a request, by its index, is aborted as soon as so many of its tokens are computed
+            or are being loaded; at 0, it is before its first step
         reset_at: steps before which all requests lose their blocks, and are computed again
         """
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvx_conformance.case import Lost, Wrong
 from kvx_conformance.connector import Answer, Request, Setup
-from kvx_conformance.served import Served
+from kvx_conformance.served import Served, start_fork_server
 
 PLAIN = Setup()
 LENGTH = 300  # of prompts: no multiple of any usual block or chunk, and more than 256
@@ -24,7 +24,8 @@ class Probe:
     def __init__(self, kind: str, subject: str) -> None:
         self._of = kind, subject
         self.work = Path(tempfile.mkdtemp(prefix="kvx-conformance-"))
-        self._kept = {"": Served(kind, subject, self.work, {})}
+        start_fork_server(subject, self.work)
+        self._kept = {"": Served(kind, subject, self.work)}
         self._alone: dict[tuple[Setup, Request, int], tuple[int, ...]] = {}
 
     def folder(self) -> Path:
@@ -39,22 +40,25 @@ class Probe:
         *,
         process: str = "",
         environment: Mapping[str, str] | None = None,
+        hash_seed: int | None = None,
     ) -> Iterator[Served]:
         """A running engine, which is stopped at the end.
 
         store: None: it runs without
         process: engines that run at one time are in processes of several names. A process is kept
-            for the next engine, unless it has an environment of its own
+            for the next engine, unless it has an environment or a seed of its own
+        hash_seed: of a new Python, its PYTHONHASHSEED
         """
-        served = self._kept.pop(process, None) if environment is None else None
+        is_kept = environment is None and hash_seed is None
+        served = self._kept.pop(process, None) if is_kept else None
         if served is None or served.has_ended:
-            served = Served(*self._of, self.work, environment or {})
+            served = Served(*self._of, self.work, environment or {}, hash_seed)
         try:
             served.start(setup, store)
             yield served
             if not served.has_ended:
                 served.stop()
-                if environment is None:
+                if is_kept:
                     self._kept[process] = served
         finally:
             if self._kept.get(process) is not served:

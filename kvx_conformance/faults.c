@@ -118,7 +118,9 @@ static void set(Rule *rule, char *pair) {
   }
 }
 
-__attribute__((constructor)) static void read_environment(void) {
+// A forked process, whose environment is another, calls it once more, while it has one thread.
+__attribute__((constructor)) void faults_of_environment(void) {
+  num_rules = 0;
   log_path = getenv("KVX_FAULTS_LOG");
   const char *ahead = getenv("KVX_FAULTS_CLOCK");
   clock_ahead = ahead == NULL ? 0 : atol(ahead);

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from kvx_conformance.case import NotApplicable
@@ -44,3 +46,11 @@ def environment(
         "KVX_FAULTS_CLOCK": str(clock_ahead),
         **({} if log is None else {"KVX_FAULTS_LOG": str(log)}),
     }
+
+
+def begin() -> None:
+    """Faults of this process are from now on those of its environment as it is now. It was started
+    with the library; without, this does nothing.
+    """
+    with suppress(AttributeError):
+        ctypes.CDLL(None).faults_of_environment()

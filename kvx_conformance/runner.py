@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -93,21 +93,29 @@ class _Worker:
         return json.loads(line) if line else None
 
 
-def run(kind: str, subject: str, cases: Iterable[Case]) -> Iterator[Result]:
-    """Runs the cases of a subject; a result as each ends.
+class Runner:
+    """Runs cases of a subject in one process, until a case ends it or hangs: then in a new one."""
 
-    Cases share a process until one ends it or hangs: then the next has a new one.
-    """
-    worker: _Worker | None = None
-    try:
+    def __init__(self, kind: str, subject: str) -> None:
+        self._of = kind, subject
+        self._worker: _Worker | None = None
+
+    def run(self, case: Case) -> Result:
+        self._worker = self._worker or _Worker(*self._of)
+        begun = time.monotonic()
+        answer = self._worker.run(case)
+        if answer is None:
+            answer = self._worker.why_ended()
+            self._worker = None
+        return Result(case, *answer, time.monotonic() - begun)
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.stop()
+
+
+def run(kind: str, subject: str, cases: Iterable[Case]) -> Iterator[Result]:
+    """Runs the cases of a subject; a result as each ends."""
+    with closing(Runner(kind, subject)) as runner:
         for case in cases:
-            worker = worker or _Worker(kind, subject)
-            begun = time.monotonic()
-            answer = worker.run(case)
-            if answer is None:
-                answer = worker.why_ended()
-                worker = None
-            yield Result(case, *answer, time.monotonic() - begun)
-    finally:
-        if worker:
-            worker.stop()
+            yield runner.run(case)

@@ -1,31 +1,29 @@
 """Engines in a process of their own, which may be killed.
 
-    python -m kvx_conformance.served KIND SUBJECT WORK
-
-reads a call per line of standard input, and answers each with a line. What an engine prints goes to
-standard error. The process starts engines one after the other, since importing one takes seconds.
+A process starts engines one after the other. Importing an engine takes ten seconds: one process
+does that, and those of engines are forked from it. What an engine prints goes to standard error.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from kvx_conformance import faults
 from kvx_conformance.case import Finding, NotApplicable, Outcome, summary
 from kvx_conformance.connector import Answer, Connector, Engine, Request, Setup, Weights
 from kvx_conformance.store import WithStore
-from kvx_conformance.subjects import load, made
+from kvx_conformance.subjects import SUBJECT, load, made
 
 
 class EngineFailed(Finding):
@@ -43,19 +41,34 @@ class EngineEnded(Finding):
 class Served:
     """A process that runs engines of a subject, one at a time, and the other end of that engine."""
 
-    def __init__(self, kind: str, subject: str, work: Path, environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvx_conformance.served", kind, subject, str(work)],
-            env=os.environ | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # what it starts ends with it
+    def __init__(
+        self,
+        kind: str,
+        subject: str,
+        work: Path,
+        environment: Mapping[str, str] | None = None,
+        hash_seed: int | None = None,
+    ) -> None:
+        """`start_fork_server` comes before.
+
+        environment: variables that are set before the subject is made
+        hash_seed: of a new interpreter, which is not forked
+        """
+        self._calls, there = multiprocessing.Pipe()
+        context: Any = multiprocessing.get_context("forkserver" if hash_seed is None else "spawn")
+        self._process = context.Process(
+            target=_serve, args=(there, kind, subject, work, dict(environment or {}))
         )
+        if hash_seed is None:
+            self._process.start()
+        else:
+            with _environment(PYTHONHASHSEED=str(hash_seed)):
+                self._process.start()
+        there.close()
         self._call("ready")
 
     def start(self, setup: Setup, store: Path | None) -> None:
-        self._call("start", setup=asdict(setup), store=store and str(store))
+        self._call("start", setup, store)
 
     def ask(
         self,
@@ -64,14 +77,8 @@ class Served:
         abort_at: Mapping[int, int] | None = None,
         reset_at: Sequence[int] = (),
     ) -> list[Answer]:
-        answers = self._call(
-            "ask",
-            requests=[asdict(request) for request in requests],
-            new_tokens=new_tokens,
-            abort_at=[*(abort_at or {}).items()],
-            reset_at=[*reset_at],
-        )
-        return [Answer(**answer | {"tokens": tuple(answer["tokens"])}) for answer in answers]
+        answers: list[Answer] = self._call("ask", requests, new_tokens, abort_at or {}, reset_at)
+        return answers
 
     def settle(self) -> None:
         self._call("settle")
@@ -83,13 +90,13 @@ class Served:
         return int(self._call("free_blocks"))
 
     def replace_weights(self, weights: Weights, how: Literal["files", "tensors"]) -> None:
-        self._call("replace_weights", weights=weights, how=how)
+        self._call("replace_weights", weights, how)
 
     def sleep(self) -> None:
         self._call("sleep")
 
     def lose(self, folder: Path) -> None:
-        self._call("lose", folder=str(folder))
+        self._call("lose", str(folder))
 
     def longest_step(self) -> float:
         return float(self._call("longest_step"))
@@ -103,27 +110,22 @@ class Served:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        return not self._process.is_alive()
 
     def kill(self) -> None:
         """kill -9, with all that it has started. A call under way raises EngineEnded."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.join()
 
-    def _call(self, name: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = ""
-        with suppress(BrokenPipeError):
-            print(json.dumps([name, arguments]), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        if not line:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            self._calls.send((name, arguments))
+            what, value = self._calls.recv()
+        except (OSError, EOFError):
+            self._process.join(5)
             self.kill()
-            raise EngineEnded(f"the engine's process ended with {self._process.returncode}")
-        what, value = json.loads(line)
+            raise EngineEnded(f"the engine's process ended with {self._process.exitcode}") from None
         if what == "not applicable":
             raise NotApplicable(value)
         if what == "raised":
@@ -131,19 +133,48 @@ class Served:
         return value
 
 
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """For a process that is started within."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def start_fork_server(subject: str, work: Path) -> None:
+    """Starts the process that others are forked from, if this process has none yet.
+
+    subject: whose imports it does
+    """
+    forkserver.set_forkserver_preload(["kvx_conformance.imported_ahead"])
+    variables = {SUBJECT: subject}
+    with suppress(NotApplicable):  # without a compiler, cases say so
+        variables |= faults.environment(faults.build(work))
+    with _environment(**variables):
+        forkserver.ensure_running()
+
+
+# ---- in the engine's process ----
+
+
 class _Server:
-    """The calls of `Served`, in the engine's process."""
+    """The calls of `Served`."""
 
     def __init__(self, connector: Connector, work: Path) -> None:
         self._connector, self._work = connector, work
         self._engine: Engine | None = None
 
-    def call(self, name: str, arguments: dict[str, Any]) -> Any:
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         if hasattr(self, name):
-            return getattr(self, name)(**arguments)
+            return getattr(self, name)(*arguments)
         if not hasattr(self._engine, name):
             raise NotApplicable(f"the engine has no {name}()")
-        return getattr(self._engine, name)(**arguments)
+        return getattr(self._engine, name)(*arguments)
 
     def ready(self) -> None:
         pass
@@ -151,21 +182,8 @@ class _Server:
     def peak_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-    def start(self, setup: dict[str, Any], store: str | None) -> None:
-        asked = Setup(**setup | {"skipped": tuple(setup["skipped"])})
-        self._engine = self._connector.start(asked, Path(store) if store else None, self._work)
-
-    def ask(
-        self,
-        requests: list[dict[str, Any]],
-        new_tokens: int,
-        abort_at: list[tuple[int, int]],
-        reset_at: list[int],
-    ) -> list[dict[str, Any]]:
-        assert self._engine is not None
-        asked = [Request(**one | {"tokens": tuple(one["tokens"])}) for one in requests]
-        answers = self._engine.ask(asked, new_tokens, dict(abort_at), reset_at)
-        return [asdict(answer) for answer in answers]
+    def start(self, setup: Setup, store: Path | None) -> None:
+        self._engine = self._connector.start(setup, store, self._work)
 
     def stop(self) -> None:
         if self._engine is not None:
@@ -179,23 +197,25 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def main(kind: str, subject: str, work: str) -> None:
+def _serve(
+    calls: Connection, kind: str, subject: str, work: Path, environment: Mapping[str, str]
+) -> None:
+    os.setsid()  # what it starts ends with it
     die_with_parent()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    os.environ.update(environment)
+    faults.begin()
     connector = WithStore(load(subject)) if kind == "store" else made(subject)
-    server = _Server(connector, Path(work))
-    for line in sys.stdin:
-        try:
-            answer = "returned", server.call(*json.loads(line))
-        except NotApplicable as reason:
-            answer = "not applicable", str(reason)
-        except Exception as error:
-            traceback.print_exc()
-            answer = "raised", summary(error)
-        print(json.dumps(answer), file=answers)
+    server = _Server(connector, work)
+    with suppress(EOFError):
+        while True:
+            try:
+                answer = "returned", server.call(*calls.recv())
+            except EOFError:
+                raise
+            except NotApplicable as reason:
+                answer = "not applicable", str(reason)
+            except Exception as error:
+                traceback.print_exc()
+                answer = "raised", summary(error)
+            calls.send(answer)
     os._exit(0)  # engines have been stopped; an interpreter with one takes seconds to end
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

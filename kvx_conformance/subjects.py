@@ -8,6 +8,7 @@ from typing import Any
 
 from kvx_conformance.case import Case, cases_in
 
+SUBJECT = "KVX_CONFORMANCE_SUBJECT"  # a variable: whose imports are done ahead
 _OF_CONNECTORS = "kvx_conformance.connector_cases"
 # The kinds of subjects, each with the package of its cases.
 KINDS = {

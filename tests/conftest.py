@@ -32,6 +32,7 @@ settings.load_profile(os.environ.get("KVX_HYPOTHESIS_PROFILE", "kvx"))
 LONG = (
     "test_sanitizers.py",
     "conformance/test_connectors.py",
+    "conformance/test_connector_faults.py",
     "gpu/test_gpu_harness.py",
     "test_hostgrid_mutants.py",
     "vllm_plugin/test_month.py",

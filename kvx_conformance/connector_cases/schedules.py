@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from kvx_conformance.case import Lost, case
 from kvx_conformance.connector import Answer, Request, Setup
-from kvx_conformance.connector_probe import Probe, prompts, reused, some_are_reused
+from kvx_conformance.connector_probe import LENGTH, Probe, prompts, reused, some_are_reused
 
 _SECONDS = 300.0
 _NEW = 30  # tokens: so many that requests need more blocks while they run
+_ABORT_AT = (0, 1, 60, 150, LENGTH - 1, LENGTH + 9)  # tokens that are computed
 _TIGHT = Setup(num_blocks=24, step_tokens=128)  # fewer blocks than eight prompts need
 
 
@@ -31,27 +32,27 @@ def _requests(seed: int, count: int = 24) -> list[Request]:
 def _run(probe: Probe, setup: Setup, *, aborts: bool = False, resets: bool = False) -> None:
     """Runs requests twice on a store, as `setup` schedules them; then a calm engine reads it.
 
-    aborts: six long ones end at one step, in the middle of a prompt
+    aborts: six long ones end, each after another number of tokens
     """
     store, asked = probe.folder(), []
     for seed in (1, 2):
-        requests, step = _requests(seed), random.Random(seed).randrange(14, 30)
-        aborted = range(10, 16) if aborts else range(0)
+        requests, abort_at = _requests(seed), dict[int, int]()
         if aborts:
             requests = requests[:10] + prompts(6, seed=seed + 30)
+            abort_at = dict(zip(range(10, 16), _ABORT_AT, strict=True))
         with probe.engine(setup, store) as engine:
             before = engine.free_blocks()
             answers = engine.ask(
                 requests,
                 new_tokens=_NEW,
-                abort_at=dict.fromkeys(aborted, step),
+                abort_at=abort_at,
                 reset_at=[5, 12, 13, 30] if resets else (),
             )
             after = engine.free_blocks()
             engine.settle()
         if after != before:
             raise Lost(f"{before - after} blocks are held by requests that have ended")
-        probe.check(answers, requests, setup, _NEW, aborted=aborted)
+        probe.check(answers, requests, setup, _NEW, aborted=abort_at)
         asked.append(requests)
     for requests in asked:
         probe.read(store, requests, Setup(family=setup.family, block_size=64))
@@ -70,8 +71,8 @@ def preempted_requests(probe: Probe) -> None:
 @case("LMCache #4385, vLLM: aborts while blocks are loaded or saved", seconds=_SECONDS)
 def aborted_requests(probe: Probe) -> None:
     """Requests that are aborted at any step leave no block held, and nothing wrong stored."""
-    _run(probe, Setup(step_tokens=64), aborts=True)
-    _run(probe, replace(_TIGHT, step_tokens=64), aborts=True)
+    _run(probe, Setup(step_tokens=72), aborts=True)  # no multiple of a block
+    _run(probe, replace(_TIGHT, step_tokens=72), aborts=True)
 
 
 @case("reset_prefix_cache(reset_running_requests=True)", seconds=_SECONDS)

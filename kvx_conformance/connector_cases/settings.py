@@ -11,6 +11,7 @@ from kvx_conformance.connector_probe import (
     prompts,
     share,
     share_nothing,
+    some_are_reused,
 )
 
 _SECONDS = 240.0
@@ -80,8 +81,11 @@ def other_ranks_share(probe: Probe) -> None:
     """An engine whose heads are split among two ranks takes what one rank has stored, and the other
     way round.
     """
-    share(probe, PLAIN, Setup(ranks=2))
-    share(probe, Setup(ranks=2), PLAIN, prompts(2, seed=1))
+    store, known, new = probe.folder(), prompts(2), prompts(2, seed=1)
+    probe.write(store, known)
+    answers = probe.read(store, known + new, Setup(ranks=2))
+    some_are_reused(answers[:2], "one rank has stored them")
+    some_are_reused(probe.read(store, new), "two ranks have stored them")
 
 
 @case("how an engine schedules changes no number", seconds=_SECONDS)

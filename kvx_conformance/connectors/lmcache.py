@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -36,11 +35,7 @@ class Connector(VllmConnector):
     """Each engine has a server of its own: what it finds of others comes from the directory."""
 
     unchanged_seconds = 1.5  # the server writes when it has time
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+    environment = _ENVIRONMENT
 
     @contextmanager
     def serve(self, store: Path, work: Path) -> Iterator[dict[str, Any]]:

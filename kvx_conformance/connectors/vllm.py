@@ -6,6 +6,7 @@ ranks. Written for vLLM 0.32 on CPU.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -14,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvx_conformance.case import NotApplicable
 from kvx_conformance.connector import Setup
 from kvx_conformance.connectors.vllm_engine import (
     VllmEngine,
-    spare_garbage_collection,
+    spare_repetitions,
     step_until_idle,
 )
 from kvx_conformance.connectors.vllm_models import LONGEST, Model
@@ -46,9 +47,16 @@ class VllmConnector:
 
     unchanged_seconds = 0.5  # after which files of a store are all there
 
-    def __init__(self) -> None:
-        for name, value in _ENVIRONMENT.items():  # torch and vLLM read these when imported
+    environment: ClassVar[dict[str, str]] = {}  # besides _ENVIRONMENT
+
+    @classmethod
+    def import_ahead(cls) -> None:
+        """Sets what vLLM reads from the environment when it is imported, and imports it."""
+        for name, value in (_ENVIRONMENT | cls.environment).items():
             os.environ.setdefault(name, value)
+        if find_spec("vllm") is not None:
+            for name in ("entrypoints.llm", "model_executor.models.llama", "v1.worker.cpu_worker"):
+                importlib.import_module(f"vllm.{name}")
 
     def transfer(self, store: Path) -> dict[str, Any]:
         """The fields of vLLM's KVTransferConfig for a store."""
@@ -75,11 +83,12 @@ class VllmConnector:
                 files, since = found, time.monotonic()
 
     def start(self, setup: Setup, store: Path | None, work: Path) -> VllmEngine:
+        self.import_ahead()
         _check(setup)
         from vllm import LLM, envs
         from vllm.config import KVTransferConfig
 
-        spare_garbage_collection()
+        spare_repetitions()
         model = Model(setup.family, setup.weights, setup.epsilon)
         options = _options(setup, model.put(work, setup.place))
         with ExitStack() as stack:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvx_adapters.vllm_plugin.connector import KVXConnector
+from kvx_conformance.connector import Setup
 from kvx_conformance.connectors import kvx
 
 
@@ -51,10 +52,11 @@ class KeepsOldBlocks(_Faulty):
 
 
 class SavesWhatWasNotComputedConnector(KVXConnector):
-    """Takes all tokens of a request that has ended for computed."""
+    """Takes all that fits into the blocks of a request that has ended for computed."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        held, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens
+        room = len(block_ids[0]) * Setup.block_size
+        held, request.num_computed_tokens = request.num_computed_tokens, room
         status, request.status = request.status, type(request.status).FINISHED_LENGTH_CAPPED
         try:
             return super().request_finished_all_groups(request, block_ids)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvx_conformance.connectors.vllm_engine import spare_repetitions
+
 ROOT = Path(__file__).parent.parent.parent
 # As small as engines get; tests override what they are about.
 DEFAULTS: dict[str, Any] = {
@@ -215,15 +217,11 @@ class Server:
         self._llm: Any = None
         self._num_scheduled: dict[str, int] = {}
         self._longest_step = 0.0  # seconds, of the last `generate`
-        # Of vLLM's modules nothing becomes garbage, for which each engine looks seven times: they
-        # are frozen before an engine starts, and no engine freezes or thaws anything.
-        self._freeze = gc.freeze
-        gc.freeze = gc.unfreeze = lambda: None
 
     def start(self, **arguments: Any) -> None:
         from vllm import LLM
 
-        self._freeze()
+        spare_repetitions()
         if "kv_transfer_config" in arguments:
             from vllm.config import KVTransferConfig
 
