@@ -71,7 +71,7 @@ help:
 	@echo "make test      set up, then run the tests     ARGS='-k migrate -x' goes to pytest"
 	@echo "               ARGS=--slow runs what takes long, too, as CI does"
 	@echo "make test-vllm-matrix  vLLM 0.26 to 0.32, an environment each (16 GB): docs/vllm_matrix.md"
-	@echo "make soak      half an hour of real vLLM on a failing store   ARGS='--minutes 3' for less"
+	@echo "make soak      half an hour of real vLLM on a failing store   ARGS='--soak 3' for less"
 	@echo "make lint      ruff, mypy --strict, clang-format"
 	@echo "make format    let ruff and clang-format rewrite what lint would refuse"
 	@echo "make docs      the documentation as a site, in build/site, with search"
@@ -94,7 +94,8 @@ test-vllm-matrix: build
 	$(BIN)/python -m tests.vllm_matrix --cache $(VENV)/vllm-matrix $(ARGS)
 
 soak: build
-	$(BIN)/python -m tests.soak $(ARGS)
+	$(BIN)/python -m kvx_conformance connector kvx_conformance.connectors.kvx:Small \
+	    --soak 30 $(ARGS) 2>build/soak.log
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvx_conformance import report, runner
+from kvx_conformance.soak import soak
 from kvx_conformance.subjects import KINDS, cases_of
 
 
@@ -24,6 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--patience", type=float, default=1, metavar="TIMES", help="of a case's limit of seconds"
+    )
+    parser.add_argument(
+        "--soak",
+        type=float,
+        metavar="MINUTES",
+        help="of stores and connectors: no cases, but everything at once",
     )
     parser.add_argument("--list", action="store_true", help="the cases, what they say and why")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results")
@@ -43,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.subjects:
         parser.error("no SUBJECT; expected MODULE or MODULE:NAME")
+    if options.soak is not None:
+        if options.kind == "engine":
+            parser.error("--soak is for stores and connectors")
+        return int(not all(soak(options.kind, one, options.soak) for one in options.subjects))
     subjects: dict[str, Sequence[runner.Result]] = {}
     for subject in options.subjects:
         results = []

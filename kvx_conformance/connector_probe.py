@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ class Probe:
         start_fork_server(subject, self.work)
         self._kept = {"": Served(kind, subject, self.work)}
         self._alone: dict[tuple[Setup, Request, int], tuple[int, ...]] = {}
+
+    def close(self) -> None:
+        """Ends the processes that are kept, and deletes `work`."""
+        for served in self._kept.values():
+            served.kill()
+        shutil.rmtree(self.work, ignore_errors=True)
 
     def folder(self) -> Path:
         """A new directory for a store."""

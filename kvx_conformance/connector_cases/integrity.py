@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvx_conformance.case import Lost, case
 from kvx_conformance.connector import Setup
 from kvx_conformance.connector_probe import PLAIN, SEEDS, Probe, prompts, some_are_reused
+from kvx_conformance.damage import (
+    Act,
+    cut,
+    delete,
+    files,
+    flip,
+    flip_many,
+    grow,
+    numbers,
+    overwrite,
+    replace_by_no_file,
+)
 
 _SECONDS = 300.0
 
 
-def files(store: Path) -> list[Path]:
-    """All regular files, in an order that does not change."""
-    return sorted(path for path in store.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def numbers(store: Path) -> list[Path]:
-    """Files that are large enough for numbers, in an order that does not change."""
-    return [path for path in files(store) if path.stat().st_size >= 4096]
-
-
-def _each(change: Callable[[Path, random.Random], None]) -> Callable[[Path, random.Random], None]:
+def _each(change: Act) -> Act:
     """Damage of every file of numbers."""
 
     def damage(store: Path, chance: random.Random) -> None:
@@ -35,7 +37,7 @@ def _each(change: Callable[[Path, random.Random], None]) -> Callable[[Path, rand
     return damage
 
 
-def _check(probe: Probe, damage: Callable[[Path, random.Random], None]) -> None:
+def _check(probe: Probe, damage: Act) -> None:
     """For three seeds: a store is filled, damaged and used. Each answer is right, and what is
     stored afterwards is found.
     """
@@ -52,47 +54,20 @@ def _check(probe: Probe, damage: Callable[[Path, random.Random], None]) -> None:
 @case("benchmarks/peers.py: flipped bytes became tokens in two peers", seconds=_SECONDS)
 def flipped_bits(probe: Probe) -> None:
     """One bit that has flipped in a file's numbers, or one in sixty bytes, is found before use."""
-    _check(probe, _each(_flip))
-    _check(probe, _each(_flip_many))
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    """One bit, in the second half of the file, where numbers are."""
-    with path.open("r+b") as file:
-        size = path.stat().st_size
-        file.seek(at := chance.randrange(size // 2, size))
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << chance.randrange(8)]))
-
-
-def _flip_many(path: Path, chance: random.Random) -> None:
-    """The same of many bytes: a bit that makes a number much larger or smaller, in some of them."""
-    content = bytearray(path.read_bytes())
-    for at in range(len(content) // 2 + chance.randrange(61), len(content), 61):
-        content[at] ^= 0x40
-    path.write_bytes(content)
+    _check(probe, _each(flip))
+    _check(probe, _each(flip_many))
 
 
 @case("a disk that returns another page: many bytes at once", seconds=_SECONDS)
 def flipped_pages(probe: Probe) -> None:
     """Whole pages of other bytes anywhere in a file, its head included, are found."""
-    _check(probe, _each(_overwrite))
-
-
-def _overwrite(path: Path, chance: random.Random) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(chance.randrange(0, max(size - 4096, 1)))
-        file.write(chance.randbytes(min(4096, size)))
+    _check(probe, _each(overwrite))
 
 
 @case("a writer or a disk that ended early", seconds=_SECONDS)
 def files_that_are_cut(probe: Probe) -> None:
     """A file without its end is found out, wherever it was cut, and so is one of no bytes."""
-    _check(
-        probe, _each(lambda path, chance: os.truncate(path, chance.randrange(path.stat().st_size)))
-    )
+    _check(probe, _each(cut))
     _check(probe, _each(lambda path, chance: os.truncate(path, 0)))
 
 
@@ -110,7 +85,7 @@ def files_that_have_grown(probe: Probe) -> None:
     with probe.engine(PLAIN, store, environment={}) as engine:
         before = engine.peak_bytes()
         for path in numbers(store):
-            os.truncate(path, path.stat().st_size + (2 << 30))
+            grow(path, random.Random())
         answers = engine.ask(requests)
         engine.settle()
         more = engine.peak_bytes() - before
@@ -152,10 +127,7 @@ def records_that_are_damaged(probe: Probe) -> None:
     """
     filled, requests = probe.folder(), prompts(3)
     probe.write(filled, requests)
-    acts: list[Callable[[Path, random.Random], None]] = [_flip, _overwrite]
-    acts += [lambda path, chance: os.truncate(path, chance.randrange(path.stat().st_size))]
-    acts += [lambda path, chance: path.unlink()]
-    for seed, act in enumerate(acts):
+    for seed, act in enumerate((flip, overwrite, cut, delete)):
         store = probe.folder() / "store"
         shutil.copytree(filled, store, symlinks=True)
         for path in {*files(store)} - {*numbers(store)}:
@@ -193,7 +165,7 @@ def files_that_are_gone(probe: Probe) -> None:
                 shutil.rmtree(path)
 
     _check(probe, second)
-    _check(probe, _each(lambda path, chance: path.unlink()))
+    _check(probe, _each(delete))
     _check(probe, folders)
 
 
@@ -203,18 +175,6 @@ def links_pipes_and_folders(probe: Probe) -> None:
     place neither hangs an engine nor ends it.
     """
 
-    def replace(path: Path, chance: random.Random) -> None:
-        path.unlink()
-        match chance.randrange(4):
-            case 0:
-                path.symlink_to("/dev/zero")
-            case 1:
-                path.symlink_to(path.name)
-            case 2:
-                os.mkfifo(path)
-            case _:
-                path.mkdir()
-
     filled, requests = probe.folder(), prompts(3)
     probe.write(filled, requests)
     for seed in SEEDS:
@@ -222,7 +182,7 @@ def links_pipes_and_folders(probe: Probe) -> None:
         shutil.copytree(filled, store)
         chance = random.Random(seed)
         for path in files(store):
-            replace(path, chance)
+            replace_by_no_file(path, chance)
         probe.read(store, requests)
 
 
@@ -253,7 +213,7 @@ def one_damage_after_the_other(probe: Probe) -> None:
     store, chance = probe.folder(), random.Random(4)
     requests = prompts(3)
     probe.write(store, requests)
-    acts: list[Callable[[Path, random.Random], None] | None] = [_flip, _overwrite]
+    acts: list[Act | None] = [flip, overwrite]
     acts.append(lambda path, chance: os.truncate(path, path.stat().st_size // 2))
     acts += [None, None]  # a damage may be met a request later
     with probe.engine(PLAIN, store) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,17 @@ class Connector(VllmConnector):
         for connector in getattr(group, "sub_connectors", [group]):
             if hasattr(connector, "save_now"):  # KVX's
                 connector._worker._saver._writer.threads.wait(60)
+
+
+class Small(Connector):
+    """For soaks: many small files, of which the oldest go; engines load and save in every way."""
+
+    def transfer(self, store: Path) -> dict[str, Any]:
+        found = super().transfer(store)
+        found["kv_connector_extra_config"] |= {
+            "chunk_tokens": 32,
+            "max_bytes": 24 << 20,
+            "layerwise": random.random() < 0.3,
+            "async_load": random.random() < 0.3,
+        }
+        return found

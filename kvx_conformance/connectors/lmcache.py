@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
+import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -58,33 +59,40 @@ class Connector(VllmConnector):
 def server(store: Path, log: Path, port: int, memory_gb: int = 1) -> Iterator[None]:
     """LMCache's server on the loopback, with its files in `store`."""
     adapter = {"type": "fs_native", "base_path": str(store)}
-    command = [
-        *(str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)),
+    arguments = [
+        *("server", "--port", str(port)),
         *("--http-port", str(free_port()), "--l1-size-gb", str(memory_gb)),
         *("--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "engine_driven", "--disable-observability"),
         *("--l2-adapter", json.dumps(adapter)),
     ]
-    with log.open("a") as written:
-        process = subprocess.Popen(
-            command, stdout=written, stderr=written, preexec_fn=die_with_parent
-        )
+    # Importing it takes ten seconds: one process does, from which servers are forked.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lmcache.cli.main", "lmcache.v1.multiprocess.http_server"])
+    process = context.Process(target=_run, args=(arguments, log))
+    process.start()
     try:
         _wait_for(port, process, log)
         yield
     finally:
         process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.join(30)
+        process.kill()
+        process.join()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def _run(arguments: list[str], log: Path) -> None:
+    die_with_parent()
+    with log.open("a") as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+    importlib.import_module("lmcache.cli.main").main(arguments)
+
+
+def _wait_for(port: int, process: BaseProcess, log: Path) -> None:
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end:
-        if process.poll() is not None:
+        if not process.is_alive():
             raise RuntimeError(f"LMCache's server has ended: {log.read_text()[-2000:]}")
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()

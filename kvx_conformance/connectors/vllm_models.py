@@ -23,7 +23,7 @@ IMAGE_SIZE = 28  # pixels, both ways
 LONGEST = {"longrope": 512, "images": 512}  # tokens of a sequence; of other families 2048
 _WIDTH = 0.2
 _NUM_LAYERS = 3  # the second is the one that "layer" changes: keys of the third differ
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -109,7 +109,7 @@ def adapter(work: Path, name: str) -> Path:
 def _llama(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    _save(LlamaForCausalLM, LlamaConfig(**_SIZES), directory)
+    _save(LlamaForCausalLM, LlamaConfig(**SIZES), directory)
 
 
 def phi3(directory: Path) -> None:
@@ -125,7 +125,7 @@ def phi3(directory: Path) -> None:
             "long_factor": [1.0 + i for i in range(32)],
         },
         pad_token_id=None,
-        **_SIZES | {"max_position_embeddings": LONGEST["longrope"]},
+        **SIZES | {"max_position_embeddings": LONGEST["longrope"]},
     )
     _save(Phi3ForCausalLM, config, directory)
 
@@ -140,16 +140,16 @@ def _gemma3(directory: Path) -> None:
         query_pre_attn_scalar=64,
         tie_word_embeddings=False,  # tied random ones repeat the last token
         pad_token_id=None,
-        **_SIZES | {"num_hidden_layers": 2 * _NUM_LAYERS},
+        **SIZES | {"num_hidden_layers": 2 * _NUM_LAYERS},
     )
     _save(Gemma3ForCausalLM, config, directory)
 
 
-def _deepseek_v2(directory: Path) -> None:
+def deepseek_v2(directory: Path) -> None:
     """Without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    sizes = _SIZES | {"num_key_value_heads": 4}
+    sizes = SIZES | {"num_key_value_heads": 4}
     del sizes["head_dim"]
     config = DeepseekV2Config(
         first_k_dense_replace=_NUM_LAYERS,
@@ -214,7 +214,7 @@ _FAMILIES: dict[Family, Callable[[Path], None]] = {
     "llama": _llama,
     "longrope": phi3,
     "windows": _gemma3,
-    "latents": _deepseek_v2,
+    "latents": deepseek_v2,
     "images": blip2,
 }
 
@@ -225,7 +225,7 @@ def save_adapter(directory: Path, name: str) -> None:
     from safetensors.torch import save_file
 
     random = torch.Generator().manual_seed(sum(name.encode()))
-    wide, narrow = _SIZES["hidden_size"], _SIZES["num_key_value_heads"] * _SIZES["head_dim"]
+    wide, narrow = SIZES["hidden_size"], SIZES["num_key_value_heads"] * SIZES["head_dim"]
     tensors = {}
     for layer in range(_NUM_LAYERS):
         for projection, size in (("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)):

@@ -92,8 +92,11 @@ def another_model_is_refused(probe: Probe) -> None:
     probe.filled()
     plain, held, own = probe.plain(), probe.held(), probe.facts()
     migrate(probe.span(), plain.span, held)
-    known = {name: value for name, value in _OTHERS.items() if getattr(own, name) is not None}
-    others = [replace(plain.view.facts, **{name: value}) for name, value in known.items()]
+    others = [
+        replace(plain.view.facts, **{name: value})
+        for name, value in _OTHERS.items()
+        if getattr(own, name) not in (None, value)
+    ]
     if own.rotary_dim:
         others.append(replace(plain.view.facts, rotary_dim=own.rotary_dim - 2))
     for facts in others:

@@ -34,6 +34,8 @@ def keys_turn_as_the_facts_say(probe: Probe) -> None:
     facts = probe.facts()
     if facts.window or facts.hadamard:
         raise NotApplicable("its keys are rotated otherwise too, or dropped")
+    if facts.first_layer:
+        raise NotApplicable("its first keys are computed from more than one token")
     probe.write(0, 9, ids=[7, 3, 5, 1, 7, 2, 9, 4, 7])
     probe.filled([1])
     at = [probe.read(0, position) for position in (0, 4, 8)]

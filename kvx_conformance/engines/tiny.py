@@ -13,12 +13,12 @@ from kvx_adapters.cli.engines import Model
 WINDOW = 9
 
 
-def _made(kind: Any, config: Any) -> Any:
+def made(kind: Any, config: Any) -> Any:
     torch.manual_seed(1)
     return kind(config).eval().requires_grad_(False)
 
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 96,
     "intermediate_size": 160,
@@ -38,12 +38,12 @@ _SIZES: dict[str, Any] = {
 def llama() -> Model:
     """Three layers of two KV heads of 32, float32."""
     return Model(
-        _made(transformers.LlamaForCausalLM, transformers.LlamaConfig(**_SIZES)), "tiny llama"
+        made(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)), "tiny llama"
     )
 
 
 @cache
 def mistral() -> Model:
     """The same with a window of 9 tokens in all layers."""
-    config = transformers.MistralConfig(**_SIZES, sliding_window=WINDOW)
-    return Model(_made(transformers.MistralForCausalLM, config), "tiny mistral")
+    config = transformers.MistralConfig(**SIZES, sliding_window=WINDOW)
+    return Model(made(transformers.MistralForCausalLM, config), "tiny mistral")

@@ -151,6 +151,7 @@ SLOW = pytest.mark.slow  # three quicker ones run always
         "mlx",
         "onnxruntime",
         pytest.param("hf", marks=SLOW),
+        pytest.param("hybrids", marks=SLOW),
         pytest.param("openvino", marks=SLOW),
         pytest.param("vllm", marks=SLOW),
     ],
@@ -166,6 +167,19 @@ def test_a_real_engine_passes(name: str, tmp_path: Path) -> None:
     assert not wrong
     assert found.returncode == 0
     assert sum(one["outcome"] == "pass" for one in results) >= 28
+
+
+@SLOW
+def test_states_that_stay_behind_are_found() -> None:
+    """In a hybrid model of HF transformers."""
+    from kvx_conformance.engines import hybrids
+
+    class LosesStates(hybrids.ShortConvolution):
+        def states(self) -> Any:
+            return [(layer, role, memory.clone()) for layer, role, memory in super().states()]
+
+    outcome, why = outcome_of(CASES["states.a_state_goes_on_alike"], LosesStates())
+    assert outcome is Outcome.WRONG, why
 
 
 def test_the_page_has_each_case() -> None:

@@ -12,31 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from kvx_conformance.connectors import vllm_models
 
-VOCAB_SIZE = 512
+VOCAB_SIZE = vllm_models.VOCAB_SIZE
 WINDOW = 48  # of the hybrid model's sliding layers
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    # Wide enough that no two tokens come close to a tie in float32, and that the tokens change
-    # with a single wrong key.
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-}
+SIZES = vllm_models.SIZES | {"max_position_embeddings": 512}  # three layers
 
 
 def llama(directory: Path, seed: int = 0, **sizes: Any) -> Path:
     """A Llama of random weights; sizes: in place of SIZES and three layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _save(
-        LlamaForCausalLM, LlamaConfig(**({"num_hidden_layers": 3} | SIZES | sizes)), directory, seed
-    )
+    return _save(LlamaForCausalLM, LlamaConfig(**SIZES | sizes), directory, seed)
 
 
 def with_another_layer(model: Path, directory: Path) -> Path:
@@ -57,12 +42,11 @@ def gemma(directory: Path) -> Path:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        num_hidden_layers=6,
         layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
         sliding_window=WINDOW,
         query_pre_attn_scalar=64,
         pad_token_id=None,
-        **SIZES,
+        **SIZES | {"num_hidden_layers": 6},
     )
     return _save(Gemma3ForCausalLM, config, directory, 0)
 
@@ -74,23 +58,9 @@ def phi3(directory: Path) -> Path:
 
 
 def deepseek(directory: Path) -> Path:
-    """A DeepSeek-V2 of random weights without experts: latents (MLA), and four KV heads by its
-    config.
-    """
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    config = DeepseekV2Config(
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=64,
-        v_head_dim=64,
-        **{name: size for name, size in SIZES.items() if name != "head_dim"}
-        | {"num_key_value_heads": 4},
-    )
-    return _save(DeepseekV2ForCausalLM, config, directory, 0)
+    """A DeepSeek-V2 of random weights: latents (MLA), and four KV heads by its config."""
+    vllm_models.deepseek_v2(directory)
+    return directory
 
 
 def gemma4(directory: Path) -> Path:
@@ -100,7 +70,6 @@ def gemma4(directory: Path) -> Path:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
-        num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
         sliding_window=WINDOW,
         num_global_key_value_heads=1,
@@ -110,7 +79,7 @@ def gemma4(directory: Path) -> Path:
         vocab_size_per_layer_input=VOCAB_SIZE,
         num_kv_shared_layers=0,
         pad_token_id=None,
-        **SIZES,
+        **SIZES | {"num_hidden_layers": 4},
     )
     return _save(Gemma4ForCausalLM, config, directory, 0)
 

@@ -230,16 +230,6 @@ def test_layers_are_saved_one_by_one_and_loaded_beside_other_steps(
     all_but_the_last_token(outputs, PROMPTS)
 
 
-def test_found_by_module_path(
-    filled: Path, llama: Path, engines: EngineProcess, stock: Stock
-) -> None:
-    config = connector(filled, "kv_consumer")
-    config["kv_connector_module_path"] = "kvx_adapters.vllm_plugin.connector"
-    outputs = read(engines, llama, config, PROMPTS)
-    same_tokens(outputs, stock(llama, PROMPTS, NUM_NEW))
-    all_but_the_last_token(outputs, PROMPTS)
-
-
 def test_prompts_that_are_prefilled_in_pieces(
     llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
