@@ -58,9 +58,22 @@ def phi3(directory: Path) -> Path:
 
 
 def deepseek(directory: Path) -> Path:
-    """A DeepSeek-V2 of random weights: latents (MLA), and four KV heads by its config."""
-    vllm_models.deepseek_v2(directory)
-    return directory
+    """A DeepSeek-V2 of random weights without experts: latents (MLA), and four KV heads by its
+    config.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        first_k_dense_replace=2,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        **{name: size for name, size in SIZES.items() if name != "head_dim"}
+        | {"num_key_value_heads": 4, "num_hidden_layers": 2},
+    )
+    return _save(DeepseekV2ForCausalLM, config, directory, 0)
 
 
 def gemma4(directory: Path) -> Path:
