@@ -121,6 +121,7 @@ static void set(Rule *rule, char *pair) {
 // A forked process, whose environment is another, calls it once more, while it has one thread.
 __attribute__((constructor)) void faults_of_environment(void) {
   num_rules = 0;
+  memset(rules, 0, sizeof(rules));
   log_path = getenv("KVX_FAULTS_LOG");
   const char *ahead = getenv("KVX_FAULTS_CLOCK");
   clock_ahead = ahead == NULL ? 0 : atol(ahead);

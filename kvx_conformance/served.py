@@ -144,12 +144,14 @@ def _environment(**variables: str) -> Iterator[None]:
     """For a process that is started within."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    yield
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def start_fork_server(subject: str, work: Path) -> None:

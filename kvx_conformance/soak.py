@@ -315,12 +315,14 @@ class Soak:
         begun = time.monotonic()
         for thread in threads:
             thread.start()
-        while (left := begun + seconds - time.monotonic()) > 0 and threads[0].is_alive():
-            time.sleep(min(15.0, left))
-            print(self._progress(time.monotonic() - begun), flush=True)
-        self.ended.set()
-        for thread in threads:
-            thread.join(_ROUND_SECONDS)
+        try:
+            while (left := begun + seconds - time.monotonic()) > 0 and threads[0].is_alive():
+                time.sleep(min(15.0, left))
+                print(self._progress(time.monotonic() - begun), flush=True)
+        finally:  # processes that are left would keep this one
+            self.ended.set()
+            for thread in threads:
+                thread.join(_ROUND_SECONDS)
         memory = self.found.judge(seconds)
         for name, count in sorted(self.found.counts.items()):
             print(f"{count:10,} {name}")

@@ -145,7 +145,7 @@ def _gemma3(directory: Path) -> None:
     _save(Gemma3ForCausalLM, config, directory)
 
 
-def deepseek_v2(directory: Path) -> None:
+def _deepseek_v2(directory: Path) -> None:
     """Without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -214,7 +214,7 @@ _FAMILIES: dict[Family, Callable[[Path], None]] = {
     "llama": _llama,
     "longrope": phi3,
     "windows": _gemma3,
-    "latents": deepseek_v2,
+    "latents": _deepseek_v2,
     "images": blip2,
 }
 
