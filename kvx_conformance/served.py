@@ -221,16 +221,17 @@ def _serve(
     faults.begin()
     connector = WithStore(load(subject)) if kind == "store" else made(subject)
     server = _Server(connector, work)
-    with suppress(EOFError):
-        while True:
-            try:
-                answer = "returned", server.call(*calls.recv())
-            except EOFError:
-                raise
-            except NotApplicable as reason:
-                answer = "not applicable", str(reason)
-            except Exception as error:
-                traceback.print_exc()
-                answer = "raised", summary(error)
-            calls.send(answer)
+    while True:
+        try:
+            name, arguments = calls.recv()
+        except EOFError:
+            break
+        try:
+            answer = "returned", server.call(name, arguments)
+        except NotApplicable as reason:
+            answer = "not applicable", str(reason)
+        except Exception as error:
+            traceback.print_exc()
+            answer = "raised", summary(error)
+        calls.send(answer)
     os._exit(0)  # engines have been stopped; an interpreter with one takes seconds to end
