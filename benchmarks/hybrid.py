@@ -38,6 +38,7 @@ class Work:
 
     ways:      by name, calls that leave the same bytes in `outputs`
     read:      the numbers that are read, which a plain copy copies
+    written:   bytes that are written for each that is read
     differing: the share of bytes that may differ, where sums are in another order
     codes:     which bytes of the one output are E4M3 codes, of which vLLM's op writes those of
                numbers up to the smallest normal one, 2^-6, as a zero of the same sign
@@ -48,6 +49,7 @@ class Work:
     read: Sequence[Tensor]
     differing: float = 0.0
     codes: Tensor | None = None
+    written: int = 1
 
     def verify(self) -> None:
         """Raises AssertionError unless all ways leave the bytes that KVX leaves."""
@@ -78,6 +80,7 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
+        """That are read."""
         return sum(t.nbytes for t in self.read)
 
 
@@ -298,7 +301,8 @@ def _rotated(tokens: int) -> Work:
             tensor.zero_()
 
     kvx = lambda: ops.csa_rotate_state(slots, mask, ka, za, kb, zb, lens)  # noqa: E731
-    return Work({"kvx": kvx, "torch": by_torch}, [ka, za, kb, zb, lens], [ka, za])
+    ways: dict[str, Call] = {"kvx": kvx, "torch": by_torch}
+    return Work(ways, [ka, za, kb, zb, lens], [ka, za], written=2)
 
 
 CASES: dict[str, Callable[[int], Work]] = {

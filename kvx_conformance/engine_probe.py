@@ -15,7 +15,15 @@ from kvx_conformance import memory
 from kvx_conformance.case import Case, Lost, NotApplicable, Wrong, case
 from kvx_conformance.engine import Engine, Floats, Table
 from kvx_conformance.plain import Plain
-from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, KvxError
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheSpan,
+    CacheView,
+    KvxError,
+    Memory,
+    device_status,
+)
 
 SEEDS = (1, 2, 3)
 REFUSALS = KvxError, ValueError
@@ -262,14 +270,24 @@ class Probe:
         return [*memory.contents(self.view()), *(np.array(one, copy=True) for one in more)]
 
     def require_refused(self, what: str, call: Callable[[], object]) -> None:
-        """Raises Wrong unless KVX refuses the call and every byte of the cache stays."""
+        """Raises Wrong unless KVX refuses the call and every byte of the cache stays.
+
+        On a device an index that the host has not read is refused by `device_status`, and the
+        call's other tokens are copied.
+        """
         before = self.bytes()
         try:
             call()
         except REFUSALS:
             after = self.bytes()
         else:
-            raise Wrong(f"{what} is not refused")
+            if self.view().layers[0].k.memory is not Memory.DEVICE:
+                raise Wrong(f"{what} is not refused")
+            try:
+                device_status()
+            except REFUSALS:
+                return
+            raise Wrong(f"{what} is not refused, by device_status neither")
         for then, now in zip(before, after, strict=True):
             if not np.array_equal(then, now):
                 raise Wrong(f"{what} is refused, and has written")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvx_conformance.case import NotApplicable
+from kvx_conformance.device import OnDevice
 from kvx_conformance.engine import Floats
 from kvx_core import CacheView, DType, Layout, Memory, ScaleDesc, ScaleGranularity, TensorDesc
 
 Bytes = npt.NDArray[np.uint8]
+Elements: TypeAlias = "Bytes | OnDevice"
 
 # Axes of a layout in the order block, token, head, dim.
 _ORDER = {
@@ -23,13 +25,11 @@ _ORDER = {
 }
 
 
-def elements(tensor: TensorDesc) -> Bytes:
+def elements(tensor: TensorDesc) -> Elements:
     """The tensor's own memory: (block, token, head, dim, byte of an element), uint8.
 
-    dim is two axes in BLOCK_HND_PACKED. Raises NotApplicable for memory of a device.
+    dim is two axes in BLOCK_HND_PACKED.
     """
-    if tensor.memory is Memory.DEVICE:
-        raise NotApplicable("the cache is on a device: its bytes cannot be read here")
     size = tensor.dtype.itemsize
     order = _ORDER[tensor.layout]
     shape = [*(tensor.shape[axis] for axis in order), size]
@@ -37,6 +37,8 @@ def elements(tensor: TensorDesc) -> Bytes:
     num_bytes = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if 0 in shape:
         return np.empty(shape, np.uint8)
+    if tensor.memory is Memory.DEVICE:
+        return OnDevice(tensor.data, num_bytes, shape, strides)
     whole: Any = (ctypes.c_uint8 * num_bytes).from_address(tensor.data)
     return np.ndarray(shape, np.uint8, whole, strides=strides)
 
@@ -58,7 +60,7 @@ def fill(view: CacheView, byte: int) -> None:
 
 def contents(view: CacheView) -> list[Bytes]:
     """A copy of every byte that the view describes."""
-    return [elements(tensor).copy() for tensor in tensors(view).values()]
+    return [np.array(elements(tensor)) for tensor in tensors(view).values()]
 
 
 def numbers(view: CacheView, layer: int, kv: str, block: int, offset: int) -> Floats:

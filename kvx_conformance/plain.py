@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvx_conformance import memory
+from kvx_conformance import device, memory
 from kvx_conformance.engine import Floats
-from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, DType, TensorDesc, describe
+from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, DType, Memory, TensorDesc, describe
 
 BLOCK_SIZE = 5  # of no engine
 _SENTINEL = 0x3C
@@ -67,9 +67,13 @@ class Plain:
 
 
 def _tensor(like: TensorDesc, num_blocks: int, heads: int, dim: int) -> TensorDesc:
+    """In the memory that `like` has, for a call runs in one place."""
+    zeros = device.zeros if like.memory is Memory.DEVICE else np.zeros
     shape = [num_blocks, BLOCK_SIZE, heads, dim]
     if like.dtype.numbers > 1 and not like.dtype.format.affine:
         shape[-1] = dim // like.dtype.numbers * like.dtype.itemsize
-        return describe(np.zeros(shape, np.uint8), "BLOCK_NHD", dtype=like.dtype)
-    dtype = like.dtype if like.dtype in _STORED else DType.F32
-    return describe(np.zeros(shape, _STORED[dtype]), "BLOCK_NHD", dtype=dtype)
+        found = describe(zeros(shape, np.uint8), "BLOCK_NHD", dtype=like.dtype)
+    else:
+        dtype = like.dtype if like.dtype in _STORED else DType.F32
+        found = describe(zeros(shape, _STORED[dtype]), "BLOCK_NHD", dtype=dtype)
+    return replace(found, memory=like.memory)

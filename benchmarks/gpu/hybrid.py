@@ -34,4 +34,5 @@ def _build(name: str, tokens: int, place: Place, size: Size) -> Case:
     ways = {way: [layer.ways[way] for layer in layers] for way in ("kvx", "torch")}
     outputs = [output for layer in layers for output in layer.outputs]
     family = families.HYBRID
-    return Case(ways, outputs, layers[0].num_bytes, family, [family.goal])
+    num_bytes = layers[0].num_bytes * (1 + layers[0].written) // 2
+    return Case(ways, outputs, num_bytes, family, [family.goal])

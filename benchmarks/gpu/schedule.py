@@ -13,7 +13,7 @@ from benchmarks.gpu import ROOT, tools
 from benchmarks.gpu.steps import Step
 
 # And the seconds that they may take.
-BENCHMARKS = {"write": 60, "gather": 40, "migrate": 40, "tiers": 40, "hybrid": 40}
+BENCHMARKS = {"write": 60, "gather": 40, "migrate": 40, "tiers": 90, "hybrid": 40}
 _WITH_PEERS = ("write", "migrate")
 _PEERS_SECONDS = 240  # for others' compilers
 

@@ -1,6 +1,5 @@
 // Same bytes, long runs, in the background: a few thread blocks whose warps copy runs through
-// shared memory with bulk copies. Each warp has its own chunk and stage, so that some load while
-// others store.
+// shared memory with bulk copies. Each warp has its own chunks and stages.
 #include <atomic>
 
 #include "cuda/bulk.cuh"
@@ -9,11 +8,13 @@
 namespace kvx::cuda {
 namespace {
 
-constexpr uint32_t kStageBytes = 8 << 10;  // of a warp
+// Of a warp. Those of all warps fit into the 99 KB of a thread block on sm_89 and sm_120.
+constexpr uint32_t kStages = 3, kStageBytes = 4 << 10;
+constexpr uint32_t kAhead = 2;  // stages that are loaded while the one before them is stored
 
 struct Shared {
-  alignas(128) uint8_t stages[kWarps][kStageBytes];
-  uint64_t words[kWarps];
+  alignas(128) uint8_t stages[kWarps][kStages][kStageBytes];
+  uint64_t words[kWarps][kStages];
 };
 
 // The piece that begins at this lane's token: all runs that follow each other at both ends. Lanes
@@ -46,23 +47,60 @@ __device__ __forceinline__ bool find_piece(const Common &p, const Runs &runs, co
   return true;
 }
 
-// Copies all pieces of a warp through its stage.
+// The stages of a warp, used in turn.
+class Ring {
+ public:
+  __device__ __forceinline__ Ring(Shared *shared, uint32_t warp)
+      : stages_(shared->stages[warp]), loads_(shared->words[warp], kStages) {}
+
+  // Called by all lanes: each has `count` bytes copied, at `at` of the stage meanwhile. Only their
+  // loads have been started when it returns.
+  __device__ __forceinline__ void copy(const uint8_t *src, uint8_t *dst, uint32_t at,
+                                       uint32_t count) {
+    wait_for_stores_to_read<kStages - 1 - kAhead>();
+    __syncwarp();
+    if (count) loads_.start(next_, &stages_[next_][at], src, count);
+    const uint32_t first = (next_ + kStages - kAhead) % kStages;
+    loads_.wait(first);
+    if (pending_[0].count)
+      start_bulk_store(pending_[0].dst, &stages_[first][pending_[0].at], pending_[0].count);
+    end_group_of_stores();
+#pragma unroll
+    for (uint32_t i = 1; i < kAhead; ++i) pending_[i - 1] = pending_[i];
+    pending_[kAhead - 1] = {dst, at, count};
+    next_ = (next_ + 1) % kStages;
+  }
+
+  // Returns when all is done.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) copy(nullptr, nullptr, 0, 0);
+    wait_for_stores();
+  }
+
+ private:
+  struct Load {
+    uint8_t *dst;
+    uint32_t at, count;
+  };
+
+  uint8_t (*stages_)[kStageBytes];
+  BulkLoads loads_;
+  Load pending_[kAhead]{};  // the first loads are empty
+  uint32_t next_ = 0;       // stage
+};
+
+// Copies all pieces of a warp.
 __device__ __forceinline__ void pass(const Runs &runs, const Token &token, uint32_t tokens,
-                                     const Piece &piece, uint8_t *stage, BulkLoads *loads) {
+                                     const Piece &piece, Ring *ring) {
   const uint64_t bytes = tokens / runs.tokens * uint64_t{runs.vectors} * kVectorBytes;
   for (uint64_t begin = 0; begin < bytes; begin += kStageBytes) {
-    // Load what the stage holds of this lane's piece
+    // What the stage holds of this lane's piece
     const uint64_t first = max(begin, piece.begin);
     const uint64_t last = min(begin + kStageBytes, piece.end);
-    const auto count = static_cast<uint32_t>(first < last ? last - first : 0);
-    const auto in_stage = static_cast<uint32_t>(first - begin);
     const uint64_t in_piece = first - piece.begin;
-    if (count) loads->start(stage + in_stage, token.src + in_piece, count);
-    loads->wait();
-    // Store it
-    if (count) start_bulk_store(token.dst + in_piece, stage + in_stage, count);
-    wait_for_stores_to_read();
-    __syncwarp();
+    ring->copy(token.src + in_piece, token.dst + in_piece, static_cast<uint32_t>(first - begin),
+               static_cast<uint32_t>(first < last ? last - first : 0));
   }
 }
 
@@ -71,15 +109,14 @@ __global__ void __launch_bounds__(kThreads, 4)
     bulk_kernel(const __grid_constant__ P p, const __grid_constant__ Runs runs) {
   KVX_DYNAMIC_SHARED(Shared, shared);
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint8_t *const stage = shared->stages[warp];
-  BulkLoads loads(&shared->words[warp]);
+  Ring ring(shared, warp);
   const Pair pair = this_pair(p);
   for (uint32_t item = blockIdx.x * kWarps + warp; item < p.chunks; item += gridDim.x * kWarps) {
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += runs.round) {
       // Find all tokens, one per lane
       const Chunk chunk = chunk_of(p, pair.lookup, item, skipped, pair.reports && lane == 0);
       if (chunk.begin >= chunk.end) {
-        if (is_past_rows(p, item)) return wait_for_stores();
+        if (is_past_rows(p, item)) return ring.finish();
         break;
       }
       const uint32_t tokens = min(chunk.end - chunk.begin, runs.round);
@@ -87,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (lane < tokens) token = token_at(p, pair, chunk, chunk.begin + lane, pair.reports);
       Piece piece;
       if (kHasBulk && find_piece(p, runs, token, tokens, &piece)) {
-        pass(runs, token, tokens, piece, stage, &loads);
+        pass(runs, token, tokens, piece, &ring);
         continue;
       }
       for (uint32_t i = 0; i < tokens; ++i) {
@@ -96,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
   }
-  wait_for_stores();
+  ring.finish();
 }
 
 }  // namespace

@@ -15,45 +15,54 @@ __device__ __forceinline__ uint32_t shared_address(const void *shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// The barrier on which a warp waits for the loads of its lanes. Each lane has one of these, for the
-// same `word` of shared memory.
+// The barriers on which a warp waits for the loads of its lanes, one for each of `count` stages.
+// Each lane has one of these, for the same `words` of shared memory.
 class BulkLoads {
  public:
-  __device__ __forceinline__ explicit BulkLoads(uint64_t *word) : word_(shared_address(word)) {
-    if (threadIdx.x % kWarp == 0) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(word_), "r"(kWarp) : "memory");
+  __device__ __forceinline__ BulkLoads(uint64_t *words, uint32_t count)
+      : words_(shared_address(words)) {
+    if (threadIdx.x % kWarp < count) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(word(threadIdx.x % kWarp)),
+                   "r"(kWarp)
+                   : "memory");
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void start(uint8_t *shared, const uint8_t *global, uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(word_), "r"(bytes)
+  __device__ __forceinline__ void start(uint32_t stage, uint8_t *shared, const uint8_t *global,
+                                        uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(word(stage)),
+                 "r"(bytes)
                  : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared_address(shared)),
-        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(word_)
+        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(word(stage))
         : "memory");
   }
 
-  // Called by all lanes; returns when the loads that they have started have arrived.
-  __device__ __forceinline__ void wait() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(word_) : "memory");
+  // Called by all lanes; returns when the loads into a stage that they have started have arrived.
+  __device__ __forceinline__ void wait(uint32_t stage) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(word(stage)) : "memory");
     for (uint32_t done = 0; !done;) {
       asm volatile(
           "{ .reg .pred done;\n\t"
           "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
           "selp.u32 %0, 1, 0, done; }"
           : "=r"(done)
-          : "r"(word_), "r"(parity_)
+          : "r"(word(stage)), "r"(parities_ >> stage & 1)
           : "memory");
     }
-    parity_ ^= 1;
+    parities_ ^= 1u << stage;
   }
 
  private:
-  uint32_t word_, parity_ = 0;
+  __device__ __forceinline__ uint32_t word(uint32_t stage) const {
+    return words_ + stage * uint32_t{sizeof(uint64_t)};
+  }
+
+  uint32_t words_, parities_ = 0;  // a bit per stage
 };
 
 __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t *shared,
@@ -64,10 +73,16 @@ __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t 
                : "memory");
 }
 
-// Waits until the shared memory that this lane's stores read may be written again.
-__device__ __forceinline__ void wait_for_stores_to_read() {
+// Ends a group of this lane's stores.
+__device__ __forceinline__ void end_group_of_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until the shared memory that this lane's stores read may be written again, but for that of
+// its last kGroups groups.
+template <uint32_t kGroups>
+__device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 
 // Waits until this lane's stores are done.
@@ -90,11 +105,12 @@ __device__ __forceinline__ void copy_vectors(uint8_t *to, const uint8_t *from, u
 
 class BulkLoads {
  public:
-  __device__ __forceinline__ explicit BulkLoads(uint64_t *) {}
-  __device__ __forceinline__ void start(uint8_t *shared, const uint8_t *global, uint32_t bytes) {
+  __device__ __forceinline__ BulkLoads(uint64_t *, uint32_t) {}
+  __device__ __forceinline__ void start(uint32_t, uint8_t *shared, const uint8_t *global,
+                                        uint32_t bytes) {
     copy_vectors(shared, global, bytes);
   }
-  __device__ __forceinline__ void wait() { __syncwarp(); }
+  __device__ __forceinline__ void wait(uint32_t) { __syncwarp(); }
 };
 
 __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t *shared,
@@ -102,6 +118,8 @@ __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t 
   copy_vectors(global, shared, bytes);
 }
 
+__device__ __forceinline__ void end_group_of_stores() {}
+template <uint32_t kGroups>
 __device__ __forceinline__ void wait_for_stores_to_read() {}
 __device__ __forceinline__ void wait_for_stores() {}
 

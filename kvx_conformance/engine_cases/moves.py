@@ -111,12 +111,13 @@ def verify_finds_a_byte(probe: Probe) -> None:
         token = int(probe.rng.integers(len(places)))
         head = int(probe.rng.integers(view.layers[layer].num_kv_heads))
         _, block, offset = places[token]
-        element = memory.elements(tensor)[block, offset, head]
-        last = element.shape[-1] - 1 if tensor.dtype.numbers > 1 else 0
-        at = (*(int(probe.rng.integers(n)) for n in element.shape[:-1]), last)
-        element[at] ^= 1
+        elements = memory.elements(tensor)
+        *dims, size = elements.shape[3:]
+        last = size - 1 if tensor.dtype.numbers > 1 else 0
+        at = (block, offset, head, *(int(probe.rng.integers(n)) for n in dims), last)
+        elements[at] ^= 1
         found = verify(probe.span(), plain.span, held)
-        element[at] ^= 1
+        elements[at] ^= 1
         if found.ok or found.difference is None:
             raise Wrong(
                 f"a bit of layer {layer} {kv}, token {token} flipped, and verify says {found}"

@@ -1,9 +1,11 @@
-"""HF transformers on the CPU: DynamicCache, StaticCache, windows, continuous batching."""
+"""HF transformers, on a GPU if torch sees one: DynamicCache, StaticCache, windows, pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,19 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from kvx_adapters import transformers as adapter
 from kvx_adapters.cli.engines import Model
 from kvx_conformance.engine import Floats, Table
-from kvx_conformance.engines.tiny import llama, mistral
+from kvx_conformance.engines import tiny
+from kvx_conformance.engines.tiny import DEVICE
 from kvx_core import CacheFacts, CacheSpan, CacheView
+
+
+@cache
+def placed(make: Callable[[], Model]) -> Model:
+    """A model where this engine runs: others have the same one on the CPU."""
+    model = make()
+    return replace(model, llama=deepcopy(model.llama).to(DEVICE))
+
+
+llama, mistral = partial(placed, tiny.llama), partial(placed, tiny.mistral)
 
 
 class Dynamic:
@@ -39,7 +52,8 @@ class Dynamic:
 
     @torch.inference_mode()
     def write(self, sequence: int, tokens: Sequence[int], keys: None, values: None) -> None:
-        self.model().llama(input_ids=torch.tensor([list(tokens)]), past_key_values=self.cache)
+        ids = torch.tensor([list(tokens)], device=DEVICE)
+        self.model().llama(input_ids=ids, past_key_values=self.cache)
 
     def read(self, sequence: int, position: int) -> tuple[Floats, Floats]:
         table = self.table(0)
@@ -47,7 +61,7 @@ class Dynamic:
         if not 0 <= at < table.length:
             raise LookupError(position)
         k, v = (
-            np.stack([getattr(one, name)[0, :, at].numpy() for one in self.cache.layers])
+            np.stack([getattr(one, name)[0, :, at].cpu().numpy() for one in self.cache.layers])
             for name in ("keys", "values")
         )
         return k, v
@@ -118,7 +132,7 @@ class Pages:
         )
         helper = DistributedHelper(None, None)
         config = llama().config
-        self.cache = PagedAttentionCache(config, chosen, "cpu", helper, torch.float32)
+        self.cache = PagedAttentionCache(config, chosen, DEVICE, helper, torch.float32)
         self.lengths: dict[int, int] = {}
         (self.allocator,) = self.cache.cache_allocators.values()
 
@@ -154,14 +168,14 @@ class Pages:
         self.cache.extend_read_and_write_indices(str(sequence), past, count, read, write)
         kinds = self.cache.cache_allocators
         index = {
-            "read_index": [torch.tensor(one, dtype=torch.int64) for one in read],
-            "write_index": [torch.tensor(one, dtype=torch.int64) for one in write],
+            "read_index": [torch.tensor(one, dtype=torch.int64, device=DEVICE) for one in read],
+            "write_index": [torch.tensor(one, dtype=torch.int64, device=DEVICE) for one in write],
             "cu_seq_lens_k": dict.fromkeys(kinds, torch.zeros(2)),
             "max_length_k": dict.fromkeys(kinds, 0),
         }
         found = []
         for layer, pair in enumerate(zip(keys, values, strict=True)):
-            k, v = (torch.from_numpy(one.swapaxes(0, 1)[None].copy()) for one in pair)
+            k, v = (torch.from_numpy(one.swapaxes(0, 1)[None].copy()).to(DEVICE) for one in pair)
             found.append(self.cache.update(k, v, layer, dict(index)))
         return found
 
@@ -171,7 +185,7 @@ class Pages:
             raise LookupError(position)
         none = np.zeros((3, 0, 2, 32), np.float32)
         found = self._update(sequence, 0, none, none)
-        k, v = (np.stack([one[i][0][:, position].numpy() for one in found]) for i in (0, 1))
+        k, v = (np.stack([one[i][0][:, position].cpu().numpy() for one in found]) for i in (0, 1))
         return k, v
 
     def table(self, sequence: int) -> Table:

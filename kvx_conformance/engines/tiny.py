@@ -11,6 +11,7 @@ import transformers
 from kvx_adapters.cli.engines import Model
 
 WINDOW = 9
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def made(kind: Any, config: Any) -> Any:

@@ -41,4 +41,4 @@ def test_a_store_that_is_never_hit() -> None:
 def test_a_sound_store_and_a_faulty_one(capfd: pytest.CaptureFixture[str]) -> None:
     assert soak("store", "tests.conformance.small_stores:Sound", minutes=0.3)
     assert not soak("store", "tests.conformance.small_stores:Unchecked", minutes=0.5)
-    assert "wrong answers: Request(" in capfd.readouterr().out
+    assert "wrong answers: " in capfd.readouterr().out

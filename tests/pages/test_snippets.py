@@ -43,10 +43,11 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         language: (
             count,
             tuple(
-                f"tests/conformance/test_{kind}.py" for kind in ("engines", "stores", "connectors")
+                f"tests/conformance/test_{kind}.py"
+                for kind in ("engines", "stores", "connectors", "soak")
             ),
         )
-        for language, count in {"python": 3, "bash": 4, "yaml": 2}.items()
+        for language, count in {"python": 3, "bash": 5, "yaml": 2}.items()
     },
     "docs/deepseek_v4.md": {
         "": (1, (DRAWING,)),
