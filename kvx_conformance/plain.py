@@ -9,7 +9,16 @@ import numpy as np
 
 from kvx_conformance import device, memory
 from kvx_conformance.engine import Floats
-from kvx_core import CacheDesc, CacheFacts, CacheSpan, CacheView, DType, Memory, TensorDesc, describe
+from kvx_core import (
+    CacheDesc,
+    CacheFacts,
+    CacheSpan,
+    CacheView,
+    DType,
+    Memory,
+    TensorDesc,
+    describe,
+)
 
 BLOCK_SIZE = 5  # of no engine
 _SENTINEL = 0x3C

@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu.ceilings`: what this GPU can do at best, and a call's host time.
 
-Copies by the runtime and by a kernel, the time of a launch that waits for the one before it, writes
-of few tokens beside that, and the host's time of eager calls. Saved after each line.
+Copies by the runtime and by a kernel, the time of a launch that waits for the one before it and of
+kernels that must read before they know where to write, writes of few tokens beside that, and the
+host's time of eager calls. Saved after each line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -64,6 +66,7 @@ def _parts(place: Place, *, tiny: bool) -> Iterator[Callable[[], Iterator[Line]]
         yield partial(_within, place, mib)
     yield partial(_pinned, place, 1 if tiny else 256)
     yield partial(_launch, place)
+    yield partial(_chains, place)
     for tokens in (1, 64):
         yield partial(_writes, place, tokens, tiny)
 
@@ -96,6 +99,18 @@ def _launch(place: Place) -> Iterator[Line]:
     one = torch.zeros(1, device=place.device)
     seconds = _seconds(place, [partial(one.add_, 1)] * _LAUNCHES)
     yield "a kernel of one thread in a graph, after another", seconds / _LAUNCHES * 1e6, "us"
+
+
+def _chains(place: Place) -> Iterator[Line]:
+    """Where there are a GPU and Triton."""
+    if place.device == "cpu" or find_spec("triton") is None:
+        return
+    from benchmarks.gpu.chain import chains
+
+    for num_tokens in (1, 16, 64, 256):
+        for name, ways in chains(num_tokens, FULL.num_layers).items():
+            seconds = _seconds(place, ways) / len(ways)
+            yield f"{num_tokens} rows to where {name} says", seconds * 1e6, "us"
 
 
 def _writes(place: Place, num_tokens: int, tiny: bool) -> Iterator[Line]:

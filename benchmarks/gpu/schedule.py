@@ -43,7 +43,8 @@ _TESTS = {
 }
 # Those that need other packages: ggml's own, and what kvx_core's stores and snapshots need.
 _NEEDS = {
-    **dict.fromkeys(("test_formats", "test_affine", "test_fp4"), ("gguf",)),
+    **dict.fromkeys(("test_affine", "test_fp4"), ("gguf",)),
+    "test_formats": ("gguf", "pywhispercpp"),
     "test_cuda_engine": ("pydantic", "safetensors", "xxhash"),
 }
 _ON_CPU_OR_GPU = ("test_cuda_engine", "test_far_offsets")  # and on no hostgrid

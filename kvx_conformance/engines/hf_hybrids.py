@@ -29,7 +29,6 @@ _MAMBA = {
 }
 
 
-
 class _OfEngine(Hybrid):
     """DynamicCache with LinearAttentionLayers."""
 
@@ -54,7 +53,9 @@ class _OfEngine(Hybrid):
 
     @torch.inference_mode()
     def run(self, tokens: Sequence[int]) -> None:
-        self.model()(input_ids=torch.tensor([list(tokens)], device=DEVICE), past_key_values=self.dynamic)
+        self.model()(
+            input_ids=torch.tensor([list(tokens)], device=DEVICE), past_key_values=self.dynamic
+        )
 
     @staticmethod
     def in_host_memory(array: torch.Tensor) -> Floats:

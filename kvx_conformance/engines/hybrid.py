@@ -1,5 +1,5 @@
-"""What hybrid models have in common: one layer has attention, two have states, which KVX's snapshots
-carry. Gated delta nets, Mamba 2 and short convolutions.
+"""What hybrid models have in common: one layer has attention, two have states, which snapshots of
+KVX carry. Gated delta nets, Mamba 2 and short convolutions.
 
 States decay slowly here: with the usual random numbers they forget within a few tokens, and prove
 nothing.

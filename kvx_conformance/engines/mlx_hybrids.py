@@ -17,6 +17,7 @@ from kvx_conformance.engines.hybrid import CONV, DECAYS, DELTA_NET, STATE, Hybri
 from kvx_conformance.engines.tiny import SIZES
 from kvx_core import CacheView
 
+
 class _OfEngine(Hybrid):
     """KVCache and ArraysCache."""
 

@@ -1,6 +1,5 @@
 """Where a call reads slots, tables and lengths: they are there, or are refused, or are put there.
 
-Numbers that were given as a list have no place of their own: a call on a device gets a copy there.
 C sees addresses alone and can check none of this.
 """
 
@@ -11,19 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvx_core.desc.in_place import is_torch
+from kvx_core.desc.beside import Index, owners_of, put_beside
 from kvx_core.desc.memory_checks import same_memory
-from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
-from kvx_core.desc.tensors import Borrowed, Numbers
+from kvx_core.desc.tensors import Borrowed
 from kvx_core.desc.view import CacheSpan
 from kvx_core.types import Memory, Transfer
 
-Index = SlotMapping | BlockTable | SeqLens
 Indices = Mapping[str, Index | None]
 
 _PLACES = ("block_table", "slots", "starts")
-# The addresses in each kind.
-_ADDRESSES = {SlotMapping: ("slots",), BlockTable: ("indices", "indptr"), SeqLens: ("lengths",)}
 
 
 def where_read(
@@ -49,7 +44,7 @@ def where_read(
     found: dict[str, Any] = {}
     for name, index in indices.items():
         if index is not None and expected is Memory.DEVICE and index.memory is Memory.HOST:
-            index = _put_beside(index, beside, stream)
+            index = put_beside(index, beside, stream)
         if index is not None:
             same_memory(name, index.memory, other, expected)
         found[name] = index
@@ -81,51 +76,10 @@ def used_on(stream: int | None, places: Mapping[str, Any]) -> None:
     been given so far is done."""
     torch = sys.modules.get("torch")
     for index in places.values():
-        for owner in _owners(index):
+        for owner in owners_of(index):
             if torch is None or not isinstance(owner, torch.Tensor) or not owner.is_cuda:
                 continue
             if stream is None:
                 owner.record_stream(torch.cuda.current_stream(owner.device))
             else:
                 owner.record_stream(torch.cuda.ExternalStream(stream, owner.device))
-
-
-def _owners(index: Index | None) -> tuple[Any, ...]:
-    owner = None if index is None else index.owner
-    return owner if isinstance(owner, tuple) else (owner,)
-
-
-def _put_beside(index: Index, beside: object, stream: int | None) -> Index:
-    """The index with its lists on the device of a torch tensor; as it is if it has none, if there
-    is no such tensor, or while the device's stream is captured."""
-    owners = _owners(index)
-    ours = [owner for owner in owners if isinstance(owner, Numbers)]
-    if not ours or not is_torch(beside):
-        return index
-    torch = sys.modules["torch"]
-    if beside.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return index
-    moved: dict[str, int] = {}
-    kept: list[object] = []
-    for owner in owners:
-        if not isinstance(owner, Numbers):
-            kept.append(owner)
-            continue
-        copy = _copied(torch, owner, beside.device, stream)
-        begin = owner.ctypes.data
-        for field in _ADDRESSES[type(index)]:
-            if 0 <= (offset := getattr(index, field) - begin) < max(owner.nbytes, 1):
-                moved[field] = copy.data_ptr() + offset
-        kept.append(copy)
-    owner = tuple(kept) if isinstance(index.owner, tuple) else kept[0]
-    fields: dict[str, Any] = {"memory": Memory.DEVICE, "owner": owner, **moved}
-    return replace(index, **fields)
-
-
-def _copied(torch: Any, numbers: Numbers, device: Any, stream: int | None) -> Any:
-    """A copy of numbers on a device, complete when this returns."""
-    host = torch.from_numpy(numbers)
-    if device.type != "cuda" or stream is None:
-        return host.to(device)
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-        return host.to(device)

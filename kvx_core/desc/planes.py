@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from kvx_core._c import abi
 from kvx_core.argument_checks import coerce_fields, flag, instance, integer
+from kvx_core.desc.beside import put_beside
 from kvx_core.desc.layouts import named_axes, named_axis
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.scales import ScaleDesc
@@ -17,7 +18,9 @@ from kvx_core.desc.tensor_desc import stored_as
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.formats import ELEMENTS
-from kvx_core.types import Axis, DType, Role
+from kvx_core.types import Axis, DType, Memory, Role
+
+_Own = TypeVar("_Own", BlockTable, SlotMapping)
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)
@@ -103,7 +106,7 @@ class Plane(Borrowed):
         replicated:  every rank holds the same numbers: num_heads of a migration does not select any
         scale, zero: as ScaleDesc.of takes it; zero points are those of U8_ZERO and U8_BIAS
         block_table, slots: this plane's own, if it does not use those of K and V; as CacheView.at
-                     takes them
+                     takes them. A list is copied to the tensor's device
         name:        what errors call the tensor
         Raises InvalidArgumentError, UnsupportedError.
         """
@@ -119,8 +122,8 @@ class Plane(Borrowed):
             replicated=replicated,
             scale=None if scale is None else ScaleDesc.of(scale),
             zero=None if zero is None else ScaleDesc.of(zero, name="zero"),
-            block_table=None if block_table is None else BlockTable.of(block_table),
-            slots=None if slots is None else SlotMapping.of(slots),
+            block_table=None if block_table is None else _near(BlockTable.of(block_table), fields),
+            slots=None if slots is None else _near(SlotMapping.of(slots), fields),
             **fields,
         )
 
@@ -176,6 +179,13 @@ class Plane(Borrowed):
         ):
             part.axis, part.extent, part.stride_bytes = axis, extent, stride * self.dtype.itemsize
         return struct
+
+
+def _near(index: _Own, plane: dict[str, Any]) -> _Own:
+    """A plane's own table or slots, given as a list or not."""
+    if plane["memory"] is Memory.DEVICE and index.memory is Memory.HOST:
+        return put_beside(index, plane["owner"])
+    return index
 
 
 def role_name(role: int) -> str:

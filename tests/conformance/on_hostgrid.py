@@ -1,13 +1,12 @@
 """An engine on a device that is the CPU: its kernels are libkvx's of tests/hostgrid.
 
-    KVX_LIBRARY=.../hostgrid/libkvx.so python -m kvx_conformance engine tests.conformance.on_hostgrid
+KVX_LIBRARY=.../hostgrid/libkvx.so python -m kvx_conformance engine tests.conformance.on_hostgrid
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import Any
 
 import torch
 
