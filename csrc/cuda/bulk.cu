@@ -1,19 +1,20 @@
 // Same bytes, long runs, in the background: a few thread blocks whose warps copy runs through
-// shared memory with bulk copies. Each warp has its own chunks and stages.
+// shared memory with bulk copies. Each warp has its own chunks, and two stages of shared memory:
+// one is loaded while the other is stored.
+#include <algorithm>
 #include <atomic>
 
 #include "cuda/bulk.cuh"
 #include "cuda/runs.cuh"
+#include "cuda/runtime.h"
 
 namespace kvx::cuda {
 namespace {
 
-// Of a warp. Those of all warps fit into the 99 KB of a thread block on sm_89 and sm_120.
-constexpr uint32_t kStages = 3, kStageBytes = 4 << 10;
-constexpr uint32_t kAhead = 2;  // stages that are loaded while the one before them is stored
+// As many bytes in flight as a thread block can have, within what a multiprocessor makes use of.
+constexpr uint32_t kMostStageBytes = 12 << 10, kStageAlignment = 1 << 10;
 
-struct Shared {
-  alignas(128) uint8_t stages[kWarps][kStages][kStageBytes];
+struct Barriers {
   uint64_t words[kWarps][kStages];
 };
 
@@ -50,31 +51,29 @@ __device__ __forceinline__ bool find_piece(const Common &p, const Runs &runs, co
 // The stages of a warp, used in turn.
 class Ring {
  public:
-  __device__ __forceinline__ Ring(Shared *shared, uint32_t warp)
-      : stages_(shared->stages[warp]), loads_(shared->words[warp], kStages) {}
+  __device__ __forceinline__ Ring(uint8_t *shared, uint32_t stage_bytes, uint32_t warp)
+      : stages_(shared + uint64_t{warp} * kStages * stage_bytes),
+        loads_(reinterpret_cast<Barriers *>(shared + uint64_t{kWarps} * kStages * stage_bytes)
+                   ->words[warp]),
+        stage_bytes_(stage_bytes) {}
 
-  // Called by all lanes: each has `count` bytes copied, at `at` of the stage meanwhile. Only their
-  // loads have been started when it returns.
+  // Called by all lanes: each has `count` bytes copied, through `at` of a stage. It returns when
+  // those of the call before are on their way out, and these on their way in.
   __device__ __forceinline__ void copy(const uint8_t *src, uint8_t *dst, uint32_t at,
                                        uint32_t count) {
-    wait_for_stores_to_read<kStages - 1 - kAhead>();
+    wait_for_stores_to_read();
     __syncwarp();
-    if (count) loads_.start(next_, &stages_[next_][at], src, count);
-    const uint32_t first = (next_ + kStages - kAhead) % kStages;
-    loads_.wait(first);
-    if (pending_[0].count)
-      start_bulk_store(pending_[0].dst, &stages_[first][pending_[0].at], pending_[0].count);
-    end_group_of_stores();
-#pragma unroll
-    for (uint32_t i = 1; i < kAhead; ++i) pending_[i - 1] = pending_[i];
-    pending_[kAhead - 1] = {dst, at, count};
-    next_ = (next_ + 1) % kStages;
+    if (count) loads_.start(stage_, stages_ + stage_ * stage_bytes_ + at, src, count);
+    stage_ ^= 1;
+    loads_.wait(stage_);
+    if (before_.count)
+      start_bulk_store(before_.dst, stages_ + stage_ * stage_bytes_ + before_.at, before_.count);
+    before_ = {dst, at, count};
   }
 
   // Returns when all is done.
   __device__ __forceinline__ void finish() {
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) copy(nullptr, nullptr, 0, 0);
+    copy(nullptr, nullptr, 0, 0);
     wait_for_stores();
   }
 
@@ -84,20 +83,20 @@ class Ring {
     uint32_t at, count;
   };
 
-  uint8_t (*stages_)[kStageBytes];
+  uint8_t *stages_;
   BulkLoads loads_;
-  Load pending_[kAhead]{};  // the first loads are empty
-  uint32_t next_ = 0;       // stage
+  uint32_t stage_bytes_, stage_ = 0;
+  Load before_{};  // the first one is empty
 };
 
 // Copies all pieces of a warp.
 __device__ __forceinline__ void pass(const Runs &runs, const Token &token, uint32_t tokens,
-                                     const Piece &piece, Ring *ring) {
+                                     const Piece &piece, uint32_t stage_bytes, Ring *ring) {
   const uint64_t bytes = tokens / runs.tokens * uint64_t{runs.vectors} * kVectorBytes;
-  for (uint64_t begin = 0; begin < bytes; begin += kStageBytes) {
+  for (uint64_t begin = 0; begin < bytes; begin += stage_bytes) {
     // What the stage holds of this lane's piece
     const uint64_t first = max(begin, piece.begin);
-    const uint64_t last = min(begin + kStageBytes, piece.end);
+    const uint64_t last = min(begin + stage_bytes, piece.end);
     const uint64_t in_piece = first - piece.begin;
     ring->copy(token.src + in_piece, token.dst + in_piece, static_cast<uint32_t>(first - begin),
                static_cast<uint32_t>(first < last ? last - first : 0));
@@ -106,10 +105,11 @@ __device__ __forceinline__ void pass(const Runs &runs, const Token &token, uint3
 
 template <class P>
 __global__ void __launch_bounds__(kThreads, 4)
-    bulk_kernel(const __grid_constant__ P p, const __grid_constant__ Runs runs) {
-  KVX_DYNAMIC_SHARED(Shared, shared);
+    bulk_kernel(const __grid_constant__ P p, const __grid_constant__ Runs runs,
+                uint32_t stage_bytes) {
+  KVX_DYNAMIC_SHARED(uint8_t, shared);
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  Ring ring(shared, warp);
+  Ring ring(shared, stage_bytes, warp);
   const Pair pair = this_pair(p);
   for (uint32_t item = blockIdx.x * kWarps + warp; item < p.chunks; item += gridDim.x * kWarps) {
     for (uint32_t skipped = 0; skipped < p.tokens_per_chunk; skipped += runs.round) {
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (lane < tokens) token = token_at(p, pair, chunk, chunk.begin + lane, pair.reports);
       Piece piece;
       if (kHasBulk && find_piece(p, runs, token, tokens, &piece)) {
-        pass(runs, token, tokens, piece, &ring);
+        pass(runs, token, tokens, piece, stage_bytes, &ring);
         continue;
       }
       for (uint32_t i = 0; i < tokens; ++i) {
@@ -136,21 +136,37 @@ __global__ void __launch_bounds__(kThreads, 4)
   ring.finish();
 }
 
+uint32_t shared_bytes(uint32_t stage_bytes) {
+  return kWarps * kStages * stage_bytes + uint32_t{sizeof(Barriers)};
+}
+
+// Bytes of a stage on the current device, which lets the kernel have them; 0: an error.
+template <class P>
+uint32_t stage_bytes() {
+  static std::atomic<uint32_t> known[kMostDevices];
+  int device = 0, most = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (device < kMostDevices && known[device]) return known[device];
+  if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return 0;
+  const uint32_t room = (static_cast<uint32_t>(most) - shared_bytes(0)) / (kWarps * kStages);
+  const uint32_t found = std::min(room / kStageAlignment * kStageAlignment, kMostStageBytes);
+  if (cudaFuncSetAttribute(bulk_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(shared_bytes(found))) != cudaSuccess) {
+    return 0;
+  }
+  if (device < kMostDevices) known[device] = found;
+  return found;
+}
+
 }  // namespace
 
 template <class P>
 void launch_bulk(const P &params, const Choice &choice, dim3 grid, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Shared);
-  static std::atomic<uint64_t> allowed{0};  // a bit per device that knows what the kernel needs
-  int device = 0;
-  cudaGetDevice(&device);
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (!(allowed & bit) &&
-      cudaFuncSetAttribute(bulk_kernel<P>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) ==
-          cudaSuccess) {
-    allowed |= bit;
-  }
-  KVX_LAUNCH((bulk_kernel<P>), grid, kThreads, kBytes, stream, params, Runs(params, choice, kWarp));
+  const uint32_t bytes = stage_bytes<P>();
+  if (!bytes) return;  // the caller asks for the error
+  KVX_LAUNCH((bulk_kernel<P>), grid, kThreads, shared_bytes(bytes), stream, params,
+             Runs(params, choice, kWarp), bytes);
 }
 
 }  // namespace kvx::cuda

@@ -7,6 +7,8 @@
 
 namespace kvx::cuda {
 
+constexpr uint32_t kStages = 2;  // of a warp
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 constexpr bool kHasBulk = true;
@@ -15,13 +17,13 @@ __device__ __forceinline__ uint32_t shared_address(const void *shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// The barriers on which a warp waits for the loads of its lanes, one for each of `count` stages.
-// Each lane has one of these, for the same `words` of shared memory.
+// The barriers on which a warp waits for the loads of its lanes, one for each stage. Each lane has
+// one of these, for the same `words` of shared memory.
 class BulkLoads {
  public:
-  __device__ __forceinline__ BulkLoads(uint64_t *words, uint32_t count)
+  __device__ __forceinline__ explicit BulkLoads(uint64_t (&words)[kStages])
       : words_(shared_address(words)) {
-    if (threadIdx.x % kWarp < count) {
+    if (threadIdx.x % kWarp < kStages) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(word(threadIdx.x % kWarp)),
                    "r"(kWarp)
                    : "memory");
@@ -73,20 +75,15 @@ __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t 
                : "memory");
 }
 
-// Ends a group of this lane's stores.
-__device__ __forceinline__ void end_group_of_stores() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until the shared memory that this lane's stores read may be written again, but for that of
-// its last kGroups groups.
-template <uint32_t kGroups>
+// Waits until the shared memory that this lane's stores read may be written again.
 __device__ __forceinline__ void wait_for_stores_to_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Waits until this lane's stores are done.
 __device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
@@ -105,7 +102,7 @@ __device__ __forceinline__ void copy_vectors(uint8_t *to, const uint8_t *from, u
 
 class BulkLoads {
  public:
-  __device__ __forceinline__ BulkLoads(uint64_t *, uint32_t) {}
+  __device__ __forceinline__ explicit BulkLoads(uint64_t (&)[kStages]) {}
   __device__ __forceinline__ void start(uint32_t, uint8_t *shared, const uint8_t *global,
                                         uint32_t bytes) {
     copy_vectors(shared, global, bytes);
@@ -118,8 +115,6 @@ __device__ __forceinline__ void start_bulk_store(uint8_t *global, const uint8_t 
   copy_vectors(global, shared, bytes);
 }
 
-__device__ __forceinline__ void end_group_of_stores() {}
-template <uint32_t kGroups>
 __device__ __forceinline__ void wait_for_stores_to_read() {}
 __device__ __forceinline__ void wait_for_stores() {}
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvx_conformance.case import Lost, NotApplicable, Wrong
 from kvx_conformance.engine import Table
 from kvx_conformance.engine_probe import REFUSALS, Probe, engine_case, require_same, span_at
-from kvx_core import CacheSpan, migrate
+from kvx_core import CacheSpan, Memory, migrate
 
 
 @engine_case("two tokens in one place: the later one wins, and nothing shows it")
@@ -89,6 +89,8 @@ def hostile_ids_are_refused(probe: Probe) -> None:
 def duplicates_are_refused_to_write(probe: Probe) -> None:
     """A table that names a block or slot twice is refused where tokens would be written."""
     probe.filled()
+    if probe.view().layers[0].k.memory is Memory.DEVICE:
+        raise NotApplicable("docs/spec.md 5.1: a device does not compare a table's entries")
     table = probe.table(0)
     first = _first(probe, table)
     if table.slots is not None:

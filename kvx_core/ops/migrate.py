@@ -19,7 +19,7 @@ from kvx_core.argument_checks import flag
 from kvx_core.desc.placing import places_of
 from kvx_core.desc.positions import require_same_positions
 from kvx_core.desc.tables import BlockTable, SeqLens
-from kvx_core.desc.tensors import TensorLike
+from kvx_core.desc.tensors import Numbers, TensorLike
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.ops.bound_migration import (
     BoundMigration,
@@ -109,7 +109,9 @@ def migrate(
         bound = _bind(src, dst, chosen, key, ends, seq_lens)
     if bound.leaves_out:
         lens = SeqLens.of(seq_lens)
-        if lens.memory is Memory.HOST:  # read once: who shares its memory may write it meanwhile
+        if isinstance(lens.owner, Numbers):
+            seq_lens = lens
+        elif lens.memory is Memory.HOST:  # read once: who shares its memory may write it meanwhile
             seq_lens = SeqLens.of(lens.to_numpy())
     moved = bound.call(
         seq_lens,

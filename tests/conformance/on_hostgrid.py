@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -37,9 +38,10 @@ class Cropped(hf.Cropped):
         return on_device(super().describe())
 
 
-class Static(hf.Static):
-    def describe(self) -> CacheView:
-        return on_device(super().describe())
+class Pages(hf.Pages):
+    def group(self) -> Any:
+        found = super().group()
+        return replace(found, view=on_device(found.view))
 
 
-ENGINES = (Cropped, Static)
+ENGINES = (Cropped, Pages)
