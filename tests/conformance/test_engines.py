@@ -18,6 +18,7 @@ from kvx_conformance.subjects import cases_of
 from kvx_conformance.worker import outcome_of
 from kvx_core import Verification, migrate
 from tests.conformance import doubles, faults_of_meaning, faults_of_places
+from tests.native import hostgrid_library
 
 ROOT = Path(__file__).parents[2]
 CASES = {case.name: case for case in cases_of("engine")}
@@ -151,7 +152,8 @@ SLOW = pytest.mark.slow  # three quicker ones run always
         "mlx",
         "onnxruntime",
         pytest.param("hf", marks=SLOW),
-        pytest.param("hybrids", marks=SLOW),
+        pytest.param("hf_hybrids", marks=SLOW),
+        pytest.param("mlx_hybrids", marks=SLOW),
         pytest.param("openvino", marks=SLOW),
         pytest.param("vllm", marks=SLOW),
     ],
@@ -170,11 +172,20 @@ def test_a_real_engine_passes(name: str, tmp_path: Path) -> None:
 
 
 @SLOW
+def test_an_engine_on_a_device_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF's caches where kernels run on the CPU: what the suite and KVX do with them there."""
+    monkeypatch.setenv("KVX_LIBRARY", str(hostgrid_library()))
+    found = run_suite("tests.conformance.on_hostgrid", "-k", "moves tables lengths room_is another")
+    assert found.returncode == 0, found.stdout
+    assert " 21 pass" in found.stdout, found.stdout
+
+
+@SLOW
 def test_states_that_stay_behind_are_found() -> None:
     """In a hybrid model of HF transformers."""
-    from kvx_conformance.engines import hybrids
+    from kvx_conformance.engines import hf_hybrids
 
-    class LosesStates(hybrids.ShortConvolution):
+    class LosesStates(hf_hybrids.ShortConvolution):
         def states(self) -> Any:
             return [(layer, role, memory.clone()) for layer, role, memory in super().states()]
 
