@@ -24,6 +24,7 @@ from kvx_core import (
     Layout,
     PackedKVCache,
     Plan,
+    Plane,
     Precision,
     PrefixStore,
     Section,
@@ -360,6 +361,22 @@ def test_a_store_in_formats_holds_what_the_cpu_holds(device: str, encoding: str)
     assert torch.equal(one.read_keys(0, 3, 39).cpu(), other.read_keys(0, 3, 39))
     mixed = one.attend(0, query.to(device)).cpu()
     torch.testing.assert_close(mixed, other.attend(0, query), rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_has_its_slot_as_a_list(device: str) -> None:
+    """A plane with a slot of its own, in a snapshot and back."""
+    states = torch.randn(5, 2, 9, device=device)
+    axes = ("block", "dim", "dim")
+    plane = Plane.of(states, axes, "state", 1, tokens_per_entry=0, slots=[3], replicated=True)
+    facts = replace(FACTS, num_layers=1)
+    view = CacheView((), facts, dense=True, planes=(plane,))
+    section = Section((1,), view, None, state_tokens=7)
+    kept, snapshot = states.clone(), Snapshot.capture(range(7), [section])
+    assert snapshot is not None
+    states.fill_(77)
+    assert snapshot.restore(section, 0, 7) == kept[3].nbytes
+    assert torch.equal(states[3], kept[3])
+    assert (states[[0, 1, 2, 4]] == 77).all()
 
 
 @torch.inference_mode()
