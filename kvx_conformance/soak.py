@@ -139,8 +139,11 @@ class _Driver:
             beside = chance.choice(_BESIDE)
             # Whatever is beside the second connector: vLLM 0.32 goes on sharing blocks whose load
             # within a step has failed, so that others are answered wrong where a request ends
-            # before it has computed them (v1/core/sched/scheduler.py, _handle_invalid_blocks); and
-            # it stands still where requests whose loads beside steps have ended hold all blocks.
+            # before it has computed them (v1/core/sched/scheduler.py, _handle_invalid_blocks); it
+            # ends itself ("Encoder cache miss") where such a block holds a part of an image; and it
+            # stands still where requests whose loads beside steps have ended hold all blocks.
+            if work.setup.family == "images" and beside in ("before", "behind"):
+                beside = None
             may_share = beside not in ("before", "behind")
             setup = replace(
                 work.setup,
