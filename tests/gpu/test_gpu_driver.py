@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -22,6 +24,7 @@ from benchmarks.gpu.tiers import cases
 from benchmarks.gpu.write_combined import WriteCombinedHost
 from benchmarks.rounds import compete, once
 from kvx_core import Layout, Memory, describe
+from tests.native import ROOT
 
 GPU = cast(Place, SimpleNamespace(device="cuda", draws="cuda"))
 WRITE_COMBINED = 4
@@ -223,3 +226,22 @@ def test_a_benchmark_imports_its_own_peers_alone(
         monkeypatch.setattr(peers, name, fail)
     found = peers.find(Rehearsal(Memory.HOST), benchmark)
     assert found.absent == dict.fromkeys(names, "ImportError: not here")
+
+
+def test_the_smallest_kernels_write_where_they_read() -> None:
+    """In Triton's interpreter, which a process has from its start on."""
+    pytest.importorskip("triton")
+    script = """
+from benchmarks.gpu.chain import chains
+
+for name, calls in chains(3, 2, "cpu").items():
+    for call in calls:
+        call()
+        _, numbers, rows, rings, *_ = call.args
+        written = rings.any(1).nonzero().flatten().tolist()
+        assert written == [0, 129, 258], (name, written)
+        assert (rings[written] == rows).all(), name
+        assert numbers.tolist() == ([1, 2, 3] if "addition" in name else [0, 1, 2])
+"""
+    environment = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", script], env=os.environ | environment, check=True)
