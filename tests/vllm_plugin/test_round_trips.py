@@ -78,26 +78,6 @@ def test_blocks_of_32_to_larger_ones(
     same_keys_and_values(llama, PROMPTS[-1:], tmp_path)  # each was the first of its call
 
 
-def test_blocks_of_64_to_smaller_ones(
-    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    expected = stock(llama, PROMPTS, NUM_NEW)
-    config = connector(tmp_path, "kv_producer")
-    with engines.engine(llama, block_size=64, kv_transfer_config=config) as engine:
-        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
-    same_tokens(outputs, expected)
-    config = connector(tmp_path, "kv_consumer")
-    with engines.engine(
-        llama,
-        block_size=32,
-        enable_prefix_caching=False,  # so it loads before its step, not beside others'
-        kv_transfer_config=config,
-    ) as engine:
-        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
-    same_tokens(outputs, expected)
-    all_but_the_last_token(outputs, PROMPTS)
-
-
 def test_bfloat16_and_from_there_to_other_dtypes(
     engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
@@ -199,22 +179,6 @@ def test_as_much_of_a_prompt_as_is_stored(
     assert [output.num_cached_tokens for output in outputs] == [101, 150, 0, 76]
 
 
-def test_a_conversation_goes_on_elsewhere(
-    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    """What A has said is in the store too: B computes nothing but the last token of it."""
-    start = PROMPTS[4]
-    (whole,) = stock(llama, [start], 40 + NUM_NEW)
-    config = connector(tmp_path)
-    with engines.engine(llama, block_size=32, kv_transfer_config=config) as engine:
-        (first,) = engine.generate([start], max_tokens=40)
-    assert first.tokens == whole[:40]
-    (second,) = read(engines, llama, config, [start + first.tokens])
-    assert second.tokens == whole[40:]
-    assert second.num_cached_tokens == len(start) + 39
-    assert second.num_scheduled_tokens == NUM_NEW
-
-
 # ---- ways to load and save ----
 
 
@@ -228,22 +192,6 @@ def test_layers_are_saved_one_by_one_and_loaded_beside_other_steps(
     outputs = read(engines, llama, connector(tmp_path, "kv_consumer", async_load=True), PROMPTS)
     same_tokens(outputs, expected)
     all_but_the_last_token(outputs, PROMPTS)
-
-
-def test_prompts_that_are_prefilled_in_pieces(
-    llama: Path, engines: EngineProcess, stock: Stock, tmp_path: Path
-) -> None:
-    """64 tokens in a step: each piece is computed, saved and loaded among others."""
-    prompts = [prompt(n, seed=n) for n in (257, 200, 131, 64, 63)]
-    expected = stock(llama, prompts, NUM_NEW)
-    config = connector(tmp_path)
-    for block_size in (32, 64):
-        with engines.engine(
-            llama, block_size=block_size, max_num_batched_tokens=64, kv_transfer_config=config
-        ) as engine:
-            outputs = engine.generate(prompts, max_tokens=NUM_NEW)
-        same_tokens(outputs, expected)
-    all_but_the_last_token(outputs, prompts)
 
 
 # ---- it is the store's keys and values that count ----
