@@ -19,6 +19,7 @@ from kvx_core.desc.cache import CacheDesc, PoolDesc
 from kvx_core.desc.facts import CacheFacts, Comparison, ReorderRotary, compare
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.states import StateFacts, StateSection
 from kvx_core.desc.tables import BlockTable, SeqLens, SlotMapping
 from kvx_core.desc.tensor_desc import TensorDesc, describe
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrow

@@ -13,6 +13,7 @@ from kvx_core.desc.beside import put_beside
 from kvx_core.desc.layouts import named_axes, named_axis
 from kvx_core.desc.memory_checks import same_memory
 from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.states import StateFacts, state_axes
 from kvx_core.desc.tables import BlockTable, SlotMapping
 from kvx_core.desc.tensor_desc import stored_as
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields
@@ -43,6 +44,7 @@ class Plane(Borrowed):
     block_table: BlockTable | None = None  # of this plane alone; None: as the view's K and V
     slots: SlotMapping | None = None
     zero: ScaleDesc | None = None  # zero points, where the dtype has them
+    state: StateFacts | None = None  # what a state means; see Plane.of_state
 
     def __post_init__(self) -> None:
         coerce_fields(
@@ -74,6 +76,9 @@ class Plane(Borrowed):
             if given is not None:
                 instance(name, given, kind, f"a {kind.__name__} or None")
                 same_memory(name, given.memory, "the plane is", self.memory)
+        if self.state is not None:
+            instance("state", self.state, StateFacts, "a StateFacts or None")
+            self.state.check(self.axes, self.shape, self.tokens_per_entry)
 
     @classmethod
     def of(
@@ -127,6 +132,56 @@ class Plane(Borrowed):
             **fields,
         )
 
+    @classmethod
+    def of_state(
+        cls,
+        tensor: TensorLike,
+        axes: Sequence[str],
+        state: StateFacts,
+        layer: int = 0,
+        *,
+        role: Role | str | int | None = None,
+        dtype: DType | str | None = None,
+        slots: SlotMapping | TensorLike | Sequence[int] | None = None,
+        name: str = "tensor",
+    ) -> Plane:
+        """Describes one part of a layer's state, zero-copy: one entry per sequence.
+
+        tensor: shape in the order of `axes`; any strides >= 0, library and device
+        axes:   the name of each axis of the tensor: "block" and, of a convolution, "channel" and
+                "time"; of a recurrent state those that its kind has: "head", "key", "value" of gdn,
+                kda and lightning, "head", "head_dim", "state" of mamba2, "channel", "state" of
+                mamba1. So a [V, K] state is named ("block", "head", "value", "key")
+        state:  what the numbers mean
+        layer:  of the model
+        role:   None: CONV_STATE or STATE. A layer with several convolutions has a number for each
+        dtype, slots, name: as for `of`
+        Raises InvalidArgumentError, UnsupportedError. Spec: E.24
+        """
+        instance("state", state, StateFacts, "a StateFacts")
+        order, counted = state_axes("axes", axes, state)
+        fields = borrowed_fields(name, tensor, ELEMENTS)
+        if len(fields["shape"]) != len(axes):
+            raise InvalidArgumentError(
+                f"{name} has {len(fields['shape'])} axes, expected {len(axes)}, as axes names"
+            )
+        if dtype is not None:
+            named = tuple(counted[order.index(i)] for i in range(len(order)))
+            fields |= stored_as(name, fields, dtype, named)
+        fields |= {part: tuple(fields[part][i] for i in order) for part in ("shape", "stride")}
+        if role is None:
+            role = Role.CONV_STATE if state.is_conv else Role.STATE
+        return cls(
+            axes=tuple(counted),
+            role=_role("role", role),
+            layer=layer,
+            tokens_per_entry=0,
+            replicated=True,  # sections say what of it a rank has; num_heads counts heads of K and V
+            state=state,
+            slots=None if slots is None else _near(SlotMapping.of(slots), fields),
+            **fields,
+        )
+
     def kind(self) -> str | None:
         axes = "[" + ", ".join(axis.name.lower() for axis in self.axes) + "]"
         return f"{self.role_name} of layer {self.layer} {axes}"
@@ -139,8 +194,12 @@ class Plane(Borrowed):
 
     @property
     def role_name(self) -> str:
-        """ "INDEX_K", or "role 40" of a caller's own."""
-        return role_name(self.role)
+        """ "INDEX_K", or "role 40" of a caller's own; of a state with one section, that too."""
+        if self.state is None:
+            return role_name(self.role)
+        part = Role.CONV_STATE if self.state.is_conv else Role.STATE
+        names = [section.name for section in self.state.sections]
+        return f"{part.name} {names[0]}" if len(names) == 1 else part.name
 
     @property
     def key(self) -> tuple[int, int]:

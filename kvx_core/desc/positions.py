@@ -47,7 +47,7 @@ def require_same_positions(
     from_, to = src_starts or src.starts, dst_starts or dst.starts
     if src.first_positions == dst.first_positions and _are_same(from_, to):
         return  # as engines ask for in every step
-    here, there = _first(src, from_), _first(dst, to)
+    here, there = first_positions_of(src, from_), first_positions_of(dst, to)
     lengths = _numbers(SeqLens.of(seq_lens))
     if lengths is None or here is None or there is None or not len(lengths):
         return
@@ -83,7 +83,7 @@ def _are_same(a: SeqLens | None, b: SeqLens | None) -> bool:
     return not num_bytes or abi.read(a.lengths, num_bytes) == abi.read(b.lengths, num_bytes)
 
 
-def _first(span: CacheSpan, starts: SeqLens | None) -> Numbers | None:
+def first_positions_of(span: CacheSpan, starts: SeqLens | None) -> Numbers | None:
     """The position of each sequence's first token that moves, or one for all; None: not known."""
     if span.slots is not None and span.first_positions is None:
         return None

@@ -58,6 +58,11 @@ class CacheView:
     # None: every token that the view describes. See kvx_core.ops.holds
     holds: Callable[[], int | Sequence[int]] | None = field(default=None, compare=False)
     planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
+    # How many tokens of each sequence its states stand for: a number for all or one per sequence.
+    # A function is asked before each use. Views whose planes have StateFacts need it as a source.
+    state_tokens: Callable[[], int | Sequence[int]] | int | Sequence[int] | None = field(
+        default=None, compare=False
+    )
     # Zero points of U8_ZERO and U8_BIAS, or the scale of a tensor of F4_E2M1. Spec: E.14, E.18
     k_zeros: tuple[ScaleDesc | None, ...] | None = None
     v_zeros: tuple[ScaleDesc | None, ...] | None = None
@@ -142,6 +147,39 @@ class CacheView:
             return scales if any(scales) else None
 
         return replace(self, k_scales=kept("k_scales"), v_scales=kept("v_scales"))
+
+    def beside(self, planes: CacheView) -> CacheView:
+        """This view with the planes of another, so that one call moves both.
+
+        planes: of the same engine and sequences, without layers, such as its states
+        What either view asks its engine before each use is asked of both.
+        Raises InvalidArgumentError.
+        """
+        instance("planes", planes, CacheView, "a CacheView of planes")
+        if planes.layers or (self.state_tokens is not None and planes.state_tokens is not None):
+            raise InvalidArgumentError(
+                "planes has layers, or states beside states of this view, expected a view of "
+                "planes alone and one with states"
+            )
+        views = self, planes
+        asked = [view.outdated for view in views if view.outdated is not None]
+        counts = [view.holds for view in views if view.holds is not None]
+        if len(counts) > 1:
+            raise InvalidArgumentError(
+                "planes.holds is a function beside that of this view, expected one of them to count"
+            )
+
+        def outdated() -> str | None:
+            return next((reason for ask in asked if (reason := ask()) is not None), None)
+
+        states = self.state_tokens if planes.state_tokens is None else planes.state_tokens
+        return replace(
+            self,
+            planes=(*self.planes, *planes.planes),
+            outdated=outdated if asked else None,
+            holds=counts[0] if counts else None,
+            state_tokens=states,
+        )
 
     def _of(self, name: str) -> list[TensorDesc | None]:
         """K or V of each layer, of which list `name` of scales is."""

@@ -23,6 +23,7 @@ from kvx_core.ops.left_out import may_leave_out
 from kvx_core.ops.options import MoveOptions
 from kvx_core.ops.plan_lookups import invalid_slot
 from kvx_core.ops.reorder import reordered
+from kvx_core.ops.states import matched_states
 from kvx_core.ops.streams import current_stream
 from kvx_core.types import Memory, Transfer
 
@@ -33,7 +34,8 @@ _BRIEF_LAYERS = 8  # whose checks take no time
 def ends_of(
     src: CacheSpan, dst: CacheSpan, options: MoveOptions, *, same_model: bool
 ) -> tuple[CacheSpan, CacheSpan]:
-    """The ends as they are described to libkvx: dims of K may be in another order.
+    """The ends as they are described to libkvx: dims of K may be in another order, and states are
+    in pieces.
 
     Raises FactsMismatchError if a copy would not mean the same.
     """
@@ -51,7 +53,7 @@ def ends_of(
     ends = src, dst
     for transform in found.transforms:
         ends = reordered(*ends, transform, find_scales=options.find_scales)
-    return ends
+    return matched_states(*ends, convert=options.convert_states)
 
 
 class BoundMigration:

@@ -31,6 +31,7 @@ from kvx_core.ops.bound_migration import (
 from kvx_core.ops.holds import require_both_hold
 from kvx_core.ops.left_out import bytes_left_out
 from kvx_core.ops.options import MoveKeywords, MoveOptions
+from kvx_core.ops.states import require_state_tokens
 from kvx_core.ops.streams import stream_number
 from kvx_core.types import Memory
 
@@ -76,6 +77,7 @@ def migrate(
     new_positions: the tokens may go to other positions than those that the source has them at
                (starts + first_positions of CacheView.at). Their K stays rotated for the old ones:
                rotate it by the difference afterwards, see kvx_core.rotate_keys
+    convert_states: states may be rounded to another dtype at the other end
     same_model: both ends serve the same model and store it alike, even if facts do not say so
     transfer:  how a device moves the bytes: a Transfer or its name
     stream:    CUDA stream; None: torch's current one if a tensor is torch's, else the
@@ -98,6 +100,8 @@ def migrate(
     bound = kept(src.view, dst.view, key)
     ends = (src, dst) if bound else ends_of(src, dst, chosen, same_model=same_model)
     _require_current(src, dst, seq_lens)
+    if src.view.planes:
+        require_state_tokens(src, dst, seq_lens)
     if new_positions is not True:
         if new_positions is not False:
             flag("new_positions", new_positions)

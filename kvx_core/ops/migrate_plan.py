@@ -28,6 +28,7 @@ from kvx_core.ops.plan_lookups import (
     describe_lookups,
     lookups_to_c,
 )
+from kvx_core.ops.states import require_state_tokens
 from kvx_core.ops.streams import stream_number
 
 
@@ -110,6 +111,8 @@ class MigratePlan(KeptPlan):
             dst_end = dst_block_table, dst_slots, dst_starts
             given = dict(zip(NAMES, src_end + dst_end, strict=True))
             self._require_holds(self._lookups(seq_lens, given))
+        if src.planes:
+            self._require_state_tokens(seq_lens, src_starts, dst_starts)
         if self._compares or src_starts is not None or dst_starts is not None:
             self._require_positions(seq_lens, src_starts, dst_starts)
         if stream is not None:
@@ -145,7 +148,9 @@ class MigratePlan(KeptPlan):
         Raises what run would raise. Spec: E.13
         """
         indices = self._lookups(seq_lens, lookups)
-        self._require_positions(seq_lens, lookups.get("src_starts"), lookups.get("dst_starts"))
+        starts = lookups.get("src_starts"), lookups.get("dst_starts")
+        self._require_positions(seq_lens, *starts)
+        self._require_state_tokens(seq_lens, *starts)
         self._require_holds(indices)
         return self._describe(lookups_to_c(self._open_bound().where_read(indices)))
 
@@ -158,7 +163,9 @@ class MigratePlan(KeptPlan):
         Raises UnsupportedError for a plan that converts, else what run would raise. Spec: E.13
         """
         indices = self._lookups(seq_lens, lookups)
-        self._require_positions(seq_lens, lookups.get("src_starts"), lookups.get("dst_starts"))
+        starts = lookups.get("src_starts"), lookups.get("dst_starts")
+        self._require_positions(seq_lens, *starts)
+        self._require_state_tokens(seq_lens, *starts)
         check_host_memory(indices)
         self._require_holds(indices)
         return self._ranges(lookups_to_c(indices))
@@ -178,6 +185,14 @@ class MigratePlan(KeptPlan):
             for given in (src_starts, dst_starts)
         )
         require_same_positions(self._src, self._dst, lens, *starts)
+
+    def _require_state_tokens(self, seq_lens: Any, src_starts: Any, dst_starts: Any) -> None:
+        """Refuses states that stand for other tokens."""
+        src, dst = (
+            span if starts is None else replace(span, starts=SeqLens.of(starts, name="starts"))
+            for span, starts in ((self._src, src_starts), (self._dst, dst_starts))
+        )
+        require_state_tokens(src, dst, self._lens if seq_lens is None else seq_lens)
 
     def _lookups(self, seq_lens: Any, lookups: Any) -> Indices:
         if seq_lens is None:

@@ -48,6 +48,7 @@ class MoveKeywords(TypedDict, total=False):
     requantize: bool
     hadamard_k: int
     hadamard_v: int
+    convert_states: bool
     transfer: Transfer | str
 
 
@@ -155,6 +156,7 @@ class MoveOptions(_Options):
     requantize: bool = False
     hadamard_k: int = 0
     hadamard_v: int = 0
+    convert_states: bool = False
     transfer: Transfer = Transfer.KERNEL
     key: str = field(init=False, compare=False)  # tells them apart
 
@@ -167,9 +169,10 @@ class MoveOptions(_Options):
             requantize=flag,
             hadamard_k=_rotated,
             hadamard_v=_rotated,
+            convert_states=flag,
             transfer=Transfer.called,
         )
-        _set_key(self, f"{self.num_heads} {self.flags}")
+        _set_key(self, f"{self.num_heads} {self.flags} {self.convert_states:d}")
 
     @property
     def flags(self) -> int:

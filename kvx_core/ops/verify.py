@@ -24,6 +24,7 @@ from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedEr
 from kvx_core.ops.migrate import rows_per_sequence
 from kvx_core.ops.readers import Array, End, Reader
 from kvx_core.ops.reorder import reordered
+from kvx_core.ops.states import matched_states, require_state_tokens
 from kvx_core.types import Axis, DType, Memory
 
 
@@ -107,6 +108,7 @@ def verify(
             "tolerance", tolerance, "'exact', 'codec' or a finite number of at least 0"
         )
     src, dst = CacheSpan.of(src, name="src"), CacheSpan.of(dst, name="dst")
+    src, dst = matched_states(src, dst, convert=True)
     lens = SeqLens.of(seq_lens)
     if num_heads is not None:
         num_heads = integer("num_heads", num_heads)
@@ -117,6 +119,7 @@ def verify(
     found = compare(src.view.facts, dst.view.facts, same_model=True)
     for transform in found.transforms:
         reordered(src, dst, transform)  # refuses what migrate refuses
+    require_state_tokens(src, dst, lens)
     ends = End("src", src, rows, num_heads), End("dst", dst, rows, num_heads, found.transforms)
     num_tokens, num_values, num_left_out, complete = None, 0, 0, True
     max_error = sum_of_squares = 0.0
