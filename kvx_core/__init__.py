@@ -195,6 +195,8 @@ __all__ = [
     "SeqLens",
     "SlotMapping",
     "Snapshot",
+    "StateFacts",
+    "StateSection",
     "Status",
     "StoreError",
     "StoredSpan",

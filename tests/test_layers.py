@@ -63,7 +63,7 @@ CORE = {
     "_c": {"types", "abi", "argument_checks", "errors"},
     "desc": {"_c", "abi", "types", "formats", "argument_checks", "errors"},
     "ops": {"desc", "_c", "abi", "types", "formats", "argument_checks", "errors"},
-    "model": {"_c", "argument_checks", "errors"},
+    "model": {"desc", "_c", "argument_checks", "errors"},
     "encodings": {"desc", "_c", "abi", "types", "argument_checks", "errors"},
     "blocks": {"ops", "desc", "_c", "abi", "types", "argument_checks", "errors"},
     "hybrid": {"ops", "desc", "_c", "abi", "types", "argument_checks", "errors"},

@@ -3,8 +3,8 @@
 `cache_view` describes a DynamicCache or StaticCache whose layers all hold every token,
 `padded_span` the real tokens of a padded batch in it. `layer_groups` is for models whose layers
 differ, in sliding windows or sizes. `paged_groups` describes the cache of continuous batching.
-`use_packed` makes a model keep its tokens in `PackedKVCache`s.
-Quantized and linear-attention layers are refused.
+`use_packed` makes a model keep its tokens in `PackedKVCache`s. `hybrid_view` describes the cache of
+a model of which some layers keep states. Quantized layers are refused.
 """
 
 import kvx_core.needs_torch  # noqa: F401
@@ -12,9 +12,7 @@ from kvx_adapters.transformers.cache import (
     block_table,
     cache_desc,
     cache_view,
-    geometry,
     padded_span,
-    reserve,
     seq_lens,
     slot_mapping,
     starts,
@@ -24,6 +22,8 @@ from kvx_adapters.transformers.groups import LayerGroup, layer_groups, shared_sp
 from kvx_adapters.transformers.packed import use_packed
 from kvx_adapters.transformers.paged import PagedGroup, paged_groups
 from kvx_adapters.transformers.record import model_record
+from kvx_adapters.transformers.reserve import geometry, reserve
+from kvx_adapters.transformers.states import hybrid_view, state_view
 
 __all__ = [
     "LayerGroup",
@@ -33,6 +33,7 @@ __all__ = [
     "cache_facts",
     "cache_view",
     "geometry",
+    "hybrid_view",
     "layer_groups",
     "model_record",
     "padded_span",
@@ -42,5 +43,6 @@ __all__ = [
     "shared_spans",
     "slot_mapping",
     "starts",
+    "state_view",
     "use_packed",
 ]

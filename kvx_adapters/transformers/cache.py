@@ -1,10 +1,10 @@
-"""DynamicCache and StaticCache as KVX views, and room in them.
+"""DynamicCache and StaticCache as KVX views.
 
 A layer's keys and values are two tensors (batch, num_kv_heads, num_tokens, head_dim), K stored
 after the rotation. That is a paged cache with one block per sequence: num_blocks is the batch,
 block_size the number of tokens, and a batch padded on the left starts each sequence inside its
-block. Sliding-window layers hold other tokens: see groups.py. Quantised and linear-attention layers
-hold other data and are refused.
+block. Sliding-window layers hold other tokens: see groups.py; recurrent layers hold states:
+states.py. Quantised layers are refused.
 
 DynamicCache makes new tensors in every forward pass, so a view is valid until the next one: after
 that migrate and verify refuse it.
@@ -13,18 +13,17 @@ that migrate and verify refuse it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvx_adapters.transformers.sizes import KvLayer, are_alike, kv_layers, sizes_in_words
 from kvx_core import (
     BlockTable,
     CacheDesc,
     CacheFacts,
-    CacheGeometry,
     CacheSpan,
     CacheView,
     InvalidArgumentError,
@@ -72,6 +71,8 @@ def _way_out(layer: Any) -> str:
         )
     if type(layer).__name__ in SLIDING_LAYERS:
         return "it holds the last tokens of a sequence only. Call layer_groups"
+    if "LinearAttentionCacheLayerMixin" in kinds:
+        return "it holds a state of the whole sequence. Call hybrid_view"
     return "others do not hold each token's keys and values at its own place"
 
 
@@ -138,9 +139,10 @@ def padded_span(view: CacheView, attention_mask: Tensor) -> tuple[CacheSpan, Seq
             "each sequence of the cache, a column for each token that it holds. Pass that of the "
             "last forward pass"
         )
-    first = starts(attention_mask)
-    span = view.at(starts=first, first_positions=-first.to_numpy())
-    return span, seq_lens(attention_mask)
+    first, lens = starts(attention_mask), seq_lens(attention_mask)
+    if view.state_tokens is not None:  # a state has no padding
+        view = replace(view, state_tokens=lens.to_numpy().tolist())
+    return view.at(starts=first, first_positions=-first.to_numpy()), lens
 
 
 def cache_view(cache: Any, facts: CacheFacts) -> CacheView:
@@ -210,96 +212,6 @@ def outdated(layers: Sequence[Any], described: Sequence[CacheDesc]) -> str | Non
                 "replaces them in every forward pass: call cache_view again after it"
             )
     return None
-
-
-def geometry(model: Any, *, batch_size: int, num_tokens: int) -> CacheGeometry:
-    """Sizes of a cache for `model` that holds `num_tokens` tokens of `batch_size` sequences.
-
-    Raises InvalidArgumentError naming the wrong number, UnsupportedError for layers that differ in
-    their sizes, and for keys of another size than values (MLA).
-    """
-    layers = _layers_with_tokens(model)
-    if not are_alike(layers):
-        raise UnsupportedError(
-            f"{type(model).__name__} has {sizes_in_words(layers)}, expected the same in all. "
-            "reserve makes room of each layer's own size"
-        )
-    return _geometry(model, layers[0], batch_size, num_tokens, num_layers=len(layers))
-
-
-def _layers_with_tokens(model: Any) -> tuple[KvLayer, ...]:
-    layers = kv_layers(model.config.get_text_config(decoder=True))
-    if not layers:
-        raise UnsupportedError(
-            f"model is a {type(model).__name__}, whose layers keep states, expected some with keys "
-            "and values"
-        )
-    return layers
-
-
-def _geometry(
-    model: Any, layer: KvLayer, batch_size: int, num_tokens: int, *, num_layers: int = 1
-) -> CacheGeometry:
-    """Of the keys of a layer."""
-    return CacheGeometry(
-        num_layers=num_layers,
-        num_blocks=batch_size,
-        block_size=num_tokens,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        dtype=model.dtype,
-    )
-
-
-def reserve(cache: Any, model: Any, *, batch_size: int, num_tokens: int) -> None:
-    """Makes an empty cache hold `num_tokens` zero tokens per sequence, to migrate into.
-
-    cache: an empty DynamicCache(config=model.config), or a StaticCache of at least that length
-    Mutates the cache: keys and values of each layer are then (batch_size, num_kv_heads, num_tokens,
-    head_dim) as the model has them there, or latents and rotated keys of one head (MLA). They are
-    zero: attention multiplies padding by 0, and padding must be finite.
-    Raises InvalidArgumentError if the cache is not empty or a size is wrong, UnsupportedError for
-    models of which some layers keep states; then nothing is changed.
-    """
-    wanted = _layers_with_tokens(model)
-    shapes = [
-        _geometry(model, layer, batch_size, num_tokens).k_shape(Layout.BLOCK_HND)
-        for layer in wanted
-    ]
-    layers: Sequence[Any] = layers_of(cache) if _has_layers(cache) else ()
-    indices = [layer.layer for layer in wanted]
-    if indices != list(range(len(indices))):
-        raise UnsupportedError(
-            f"{type(model).__name__} has keys and values of tokens in the layers {indices} alone, "
-            "expected them in all: the others keep states or an image's, for which a cache has no "
-            "room before a prompt. Run the prompt in this model"
-        )
-    if layers and indices != list(range(len(layers))):
-        raise InvalidArgumentError(
-            f"cache has {len(layers)} layers and keys and values are in layers {indices} of the "
-            "model, expected the same layers. Make it with config=model.config"
-        )
-    held = max((int(layer.get_seq_length()) for layer in layers), default=0)
-    if held:
-        raise InvalidArgumentError(f"cache holds {held} tokens, expected none. Pass a new one")
-    for i, layer in enumerate(layers):
-        require_kind(layer, (*LAYERS, *SLIDING_LAYERS))
-        room = layer.max_cache_len if type(layer).__name__ == "StaticLayer" else num_tokens
-        if room < num_tokens:
-            raise InvalidArgumentError(
-                f"cache.layers[{i}] has room for {room} tokens, expected it for {num_tokens}. Make "
-                f"it with max_cache_len={num_tokens} or more"
-            )
-    # update() copies what it is given, so one zero stands for all of them.
-    zero = torch.zeros((), dtype=model.dtype, device=model.device)
-    for layer, shape in zip(wanted, shapes, strict=True):
-        keys, values = zero.expand(shape), zero.expand(*shape[:-1], layer.v_head_dim)
-        cache.update(keys, values, layer.layer)
-
-
-def _has_layers(cache: Any) -> bool:
-    """False for DynamicCache(), which makes them as they are needed."""
-    return bool(getattr(cache, "layers", True))
 
 
 def _run_of_ones(attention_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ class Plane(Borrowed):
             role=_role("role", role),
             layer=layer,
             tokens_per_entry=0,
-            replicated=True,  # sections say what of it a rank has; num_heads counts heads of K and V
+            replicated=True,  # num_heads counts heads of K and V; sections say what a rank has
             state=state,
             slots=None if slots is None else _near(SlotMapping.of(slots), fields),
             **fields,
