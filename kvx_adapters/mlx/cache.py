@@ -194,8 +194,10 @@ def ring_slots(layer: Any) -> list[int]:
     """The slot of each token of positions(layer), of a RotatingKVCache.
 
     Slots 0 to keep - 1 hold the first tokens for good; the others are a ring whose next slot is
-    _idx. A prompt of several tokens lies in order until the next single token.
-    Source: mlx-lm 0.32.2 models/cache.py, RotatingKVCache._temporal_order
+    _idx. A prompt of several tokens lies in order until the next single token. What is older than
+    max_size tokens is never read again, and is left out: in a row that BatchRotatingKVCache has
+    extracted, it may be padding.
+    Source: mlx-lm 0.32.2 models/cache.py, RotatingKVCache._temporal_order, BatchRotatingKVCache
     """
     if layer.keys is None:
         return []
@@ -203,6 +205,8 @@ def ring_slots(layer: Any) -> list[int]:
     if idx < min(offset, allocated):  # turned round: the oldest token is the next to go
         return [*range(idx, allocated), *range(keep, idx)]
     first = 0 if offset == idx else keep  # nothing dropped yet: also the kept tokens are in order
+    if idx > layer.max_size:
+        first = idx - (layer.max_size - keep)
     return list(range(first, idx))
 
 

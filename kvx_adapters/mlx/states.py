@@ -24,7 +24,7 @@ from kvx_core import (
     StateFacts,
     UnsupportedError,
 )
-from kvx_core.argument_checks import integer
+from kvx_core.argument_checks import int64s, integer
 from kvx_core.desc.facts import first_layer_of
 from kvx_core.model.recurrent import RecurrentState, recurrent_state
 
@@ -37,41 +37,57 @@ _STATE = {
 }
 
 
-def hybrid_view(cache: Sequence[Any], config: Any, facts: CacheFacts) -> CacheView:
+def hybrid_view(
+    cache: Sequence[Any],
+    config: Any,
+    facts: CacheFacts,
+    *,
+    layers: Sequence[int] | None = None,
+) -> CacheView:
     """Keys and values of the layers that have them, beside the states of the others.
 
     cache:  a prompt cache of KVCache and ArraysCache, or of CacheLists of both. Is evaluated
     config: the model's: model.args
     facts:  of the layers with keys and values, see `cache_facts`
+    layers: of the model, one for each cache; None: 0, 1, ... Models whose layers without attention
+            or state have no cache (Nemotron-H) need it
     The states stand for as many tokens as the keys and values. The view is valid until the next
     step.
     Raises UnsupportedError, InvalidArgumentError.
     """
-    parts = list(_parts(cache))
+    parts = list(_parts(cache, layers))
     attention = [(i, part) for i, part in parts if type(part).__name__ != "ArraysCache"]
     if not attention:
         raise InvalidArgumentError(
             "cache has no layer with keys and values, expected some. Use state_view"
         )
-    layers = [i for i, _ in attention]
-    facts = replace(facts, num_layers=len(layers), first_layer=first_layer_of(layers))
+    indices = [i for i, _ in attention]
+    facts = replace(facts, num_layers=len(indices), first_layer=first_layer_of(indices))
     view = cache_view([part for _, part in attention], facts)
-    states = state_view(cache, config, facts, num_tokens=int(attention[0][1].offset))
+    tokens = int(attention[0][1].offset)
+    states = state_view(cache, config, facts, num_tokens=tokens, layers=layers)
     return view.beside(states)
 
 
 def state_view(
-    cache: Sequence[Any], config: Any, facts: CacheFacts, *, num_tokens: int
+    cache: Sequence[Any],
+    config: Any,
+    facts: CacheFacts,
+    *,
+    num_tokens: int,
+    layers: Sequence[int] | None = None,
 ) -> CacheView:
     """The states of all recurrent layers, zero-copy: a dense view of planes, without K and V.
 
     cache:      a prompt cache; layers of other classes are left out. Is evaluated
     config:     the model's: model.args
     num_tokens: that the states stand for: of all rows
+    layers:     as for `hybrid_view`
     To move K and V in the same call: cache_view(...).beside(state_view(...)), or `hybrid_view`.
     Raises UnsupportedError, InvalidArgumentError.
     """
-    found = [(i, part) for i, part in _parts(cache) if type(part).__name__ == "ArraysCache"]
+    parts = _parts(cache, layers)
+    found = [(i, part) for i, part in parts if type(part).__name__ == "ArraysCache"]
     sizes = recurrent_state(config)
     if sizes.kind not in _STATE:
         raise UnsupportedError(
@@ -120,21 +136,28 @@ def reserve_states(
         at = dict(zip(sizes.state_facts().axes, sizes.state, strict=True))
         shape = tuple(at[axis] for axis in _STATE[sizes.kind][1:])
         shapes.append((shape, of_state))
-    layers = [(i, part) for i, part in _parts(cache) if type(part).__name__ == "ArraysCache"]
-    for i, part in layers:
+    recurrent = [
+        (i, part) for i, part in _parts(cache, None) if type(part).__name__ == "ArraysCache"
+    ]
+    for i, part in recurrent:
         if len(part.cache) != len(shapes) or any(one is not None for one in part.cache):
             raise InvalidArgumentError(
                 f"cache[{i}] has {len(part.cache)} arrays or a state already, expected "
                 f"{len(shapes)} that are None. Pass a new prompt cache"
             )
-    for _, part in layers:
+    for _, part in recurrent:
         part.cache = [mx.zeros((batch_size, *shape), of) for shape, of in shapes]
         mx.eval(part.cache)
 
 
-def _parts(cache: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Each layer's caches, and the layer's index."""
-    for i, layer in enumerate(cache):
+def _parts(cache: Sequence[Any], layers: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    """Each layer's caches, and the layer's index in the model."""
+    indices = range(len(cache)) if layers is None else int64s("layers", layers)
+    if len(indices) != len(cache) or len(set(indices)) != len(indices):
+        raise InvalidArgumentError(
+            f"layers is {list(indices)}, expected {len(cache)} different indices, one per cache"
+        )
+    for i, layer in zip(indices, cache, strict=True):
         if type(layer).__name__ == "CacheList":
             yield from ((i, part) for part in layer.caches)
         else:

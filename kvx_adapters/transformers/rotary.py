@@ -41,8 +41,9 @@ def rotations(model: Any) -> dict[str, Rotation]:
     if getattr(config, "kv_lora_rank", None) is not None:
         raise _unknown(model, "keys of latent attention (MLA) turn in their last dims")
     functions = _functions(decoder)
-    embeddings = [part for name, part in decoder.named_modules() if _is_embedding(name)]
-    if getattr(config, "alibi", False) or not (functions or embeddings or _may_turn(decoder)):
+    embeddings = [part for name, part in decoder.named_modules() if _is_embedding(name, part)]
+    turns = functions or embeddings or _may_turn(decoder)
+    if getattr(config, "alibi", False) or not turns or _does_not_turn(decoder, config):
         return {"": Rotation("none", 0)}
     if len(functions) != 1:
         names = ", ".join(sorted(functions)) or "no function that is known"
@@ -74,8 +75,18 @@ def _unknown(model: Any, reason: str) -> UnsupportedError:
     )
 
 
-def _is_embedding(name: str) -> bool:
-    return "rotary_emb" in name.rpartition(".")[2]
+def _is_embedding(name: str, part: Any) -> bool:
+    of_class = type(part).__name__.endswith("RotaryEmbedding")
+    return of_class or "rotary_emb" in name.rpartition(".")[2]
+
+
+def _does_not_turn(decoder: Any, config: Any) -> bool:
+    """Whether a decoder that can turn keys is told not to.
+
+    Source: transformers 5.19 modeling_granitemoehybrid.py, GraniteMoeHybridModel: rotary_emb is
+    None; modeling_zamba2.py, Zamba2Attention
+    """
+    return getattr(decoder, "rotary_emb", ...) is None or not getattr(config, "use_mem_rope", True)
 
 
 def _functions(decoder: Any) -> dict[str, Callable[..., Any]]:

@@ -153,10 +153,12 @@ def read(layer: Any, first: int | None = None, *, kept: bool = False) -> list[fl
         (2, [1] * 9, [0, 1], range(3, 9)),
         (2, [1] * 12, [0, 1], range(6, 12)),
         (2, [1] * 14, [0, 1], range(8, 14)),
-        (2, [12], [], range(12)),
+        (2, [8], [], range(8)),
+        (2, [12], [0, 1], range(6, 12)),  # the others are there, and never read again
         (2, [12, 1], [0, 1], range(7, 13)),
         (2, [12, 1, 1, 1], [0, 1], range(9, 15)),
-        (2, [12, 5], [0, 1], range(7, 17)),  # 8 - 1 before them, two of which are 0 and 1
+        (2, [12, 5], [0, 1], range(11, 17)),
+        (0, [5, 12], [], range(9, 17)),
         (0, [1] * 13, [], range(5, 13)),
         (4, [9, 1, 1, 1], [0, 1, 2, 3], range(8, 12)),
     ],
@@ -171,6 +173,19 @@ def test_a_ring_is_read_in_order(
     assert read(layer, first=held.stop - 3) == list(held)[-3:]
     assert read(layer, kept=True) == [*kept, *held]
     assert read(layer, first=held.stop - 3, kept=True) == [*kept, *list(held)[-3:]]
+
+
+def test_a_row_of_a_batch_of_rings_holds_no_padding() -> None:
+    """Right padding that finalize() rolls to the front is older than what the window reads."""
+    batch = BatchRotatingKVCache(10, [0])
+    keys = mx.arange(1, 16).astype(mx.float32).reshape(1, 1, 15, 1) * mx.ones((1, HEADS, 15, DIM))
+    batch.update_and_fetch(keys[:, :, :10], 2 * keys[:, :, :10])
+    batch.prepare(lengths=[4], right_padding=[1])
+    batch.update_and_fetch(keys[:, :, 10:], 2 * keys[:, :, 10:])  # 4 tokens and a padding
+    batch.finalize()
+    row = batch.extract(0)
+    assert adapter.positions(row) == range(4, 14)
+    assert read(row) == [position + 1.0 for position in range(4, 14)]
 
 
 def test_a_ring_that_is_empty_keeps_nothing() -> None:
