@@ -43,6 +43,7 @@ def hybrid_view(
     facts: CacheFacts,
     *,
     layers: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> CacheView:
     """Keys and values of the layers that have them, beside the states of the others.
 
@@ -51,6 +52,8 @@ def hybrid_view(
     facts:  of the layers with keys and values, see `cache_facts`
     layers: of the model, one for each cache; None: 0, 1, ... Models whose layers without attention
             or state have no cache (Nemotron-H) need it
+    rows:   of the batch, one for each sequence that a table names: view.at(block_table=[[row]])
+            says where tokens are, and not where states are. None: all, in order
     The states stand for as many tokens as the keys and values. The view is valid until the next
     step.
     Raises UnsupportedError, InvalidArgumentError.
@@ -65,7 +68,7 @@ def hybrid_view(
     facts = replace(facts, num_layers=len(indices), first_layer=first_layer_of(indices))
     view = cache_view([part for _, part in attention], facts)
     tokens = int(attention[0][1].offset)
-    states = state_view(cache, config, facts, num_tokens=tokens, layers=layers)
+    states = state_view(cache, config, facts, num_tokens=tokens, layers=layers, rows=rows)
     return view.beside(states)
 
 
@@ -76,13 +79,14 @@ def state_view(
     *,
     num_tokens: int,
     layers: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> CacheView:
     """The states of all recurrent layers, zero-copy: a dense view of planes, without K and V.
 
     cache:      a prompt cache; layers of other classes are left out. Is evaluated
     config:     the model's: model.args
     num_tokens: that the states stand for: of all rows
-    layers:     as for `hybrid_view`
+    layers, rows: as for `hybrid_view`
     To move K and V in the same call: cache_view(...).beside(state_view(...)), or `hybrid_view`.
     Raises UnsupportedError, InvalidArgumentError.
     """
@@ -95,7 +99,7 @@ def state_view(
             f"{', '.join(_STATE)}: of others it is not known which axis is which. Describe them "
             "with Plane.of_state"
         )
-    planes = [plane for i, part in found for plane in _planes(i, part, sizes)]
+    planes = [plane for i, part in found for plane in _planes(i, part, sizes, rows)]
     if not planes:
         raise InvalidArgumentError("cache has no ArraysCache, expected recurrent layers")
     tokens = integer("num_tokens", num_tokens, 1)
@@ -164,7 +168,9 @@ def _parts(cache: Sequence[Any], layers: Sequence[int] | None) -> Iterator[tuple
             yield i, layer
 
 
-def _planes(layer: int, part: Any, sizes: RecurrentState) -> Iterator[Plane]:
+def _planes(
+    layer: int, part: Any, sizes: RecurrentState, rows: Sequence[int] | None
+) -> Iterator[Plane]:
     if part.lengths is not None or part.left_padding is not None:
         raise UnsupportedError(
             f"cache[{layer}] has lengths or left_padding, expected None: its rows have padding, "
@@ -181,7 +187,8 @@ def _planes(layer: int, part: Any, sizes: RecurrentState) -> Iterator[Plane]:
     mx = sys.modules["mlx.core"]
     mx.eval(part.cache)
     for j, (array, (axes, facts)) in enumerate(zip(part.cache, named, strict=True)):
-        yield Plane.of_state(array, axes, facts, layer, name=f"cache[{layer}][{j}]")
+        name = f"cache[{layer}][{j}]"
+        yield Plane.of_state(array, axes, facts, layer, slots=rows, name=name)
 
 
 def _outdated(described: Sequence[tuple[int, Any, list[Any]]]) -> str | None:

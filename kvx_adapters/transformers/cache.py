@@ -203,9 +203,15 @@ def layers_of(cache: Any) -> Sequence[Any]:
     return layers
 
 
-def outdated(layers: Sequence[Any], described: Sequence[CacheDesc]) -> str | None:
-    """Why the tensors of layers are no longer the described ones; None if they are."""
-    for i, (layer, desc) in enumerate(zip(layers, described, strict=False)):
+def outdated(
+    layers: Sequence[Any], described: Sequence[CacheDesc], indices: Sequence[int] | None = None
+) -> str | None:
+    """Why the tensors of layers are no longer the described ones; None if they are.
+
+    indices: of the layers in the cache; None: 0, 1, ...
+    """
+    numbers = range(len(layers)) if indices is None else indices
+    for i, layer, desc in zip(numbers, layers, described, strict=False):
         if layer.keys is not desc.k.owner or desc.v is None or layer.values is not desc.v.owner:
             return (
                 f"cache.layers[{i}] has new tensors, expected those described. A DynamicCache "

@@ -35,12 +35,16 @@ STATES = ("LinearAttentionLayer",)
 WITH_BOTH = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer")
 
 
-def hybrid_view(cache: Any, model: Any, facts: CacheFacts) -> CacheView:
+def hybrid_view(
+    cache: Any, model: Any, facts: CacheFacts, *, rows: Sequence[int] | None = None
+) -> CacheView:
     """Keys and values of the layers that have them, beside the states of the recurrent ones.
 
     cache: a DynamicCache or StaticCache of a hybrid model that has run, or see `reserve`
     model: says what a state is made of
     facts: see `cache_facts`; the view's say which layers have keys and values
+    rows:  of the batch, one for each sequence that a table names: view.at(block_table=[[row]]) says
+           where tokens are, and not where states are. None: all, in order
     The states stand for as many tokens as the keys and values, padding on the left left out
     (`padded_span`). The view is valid until the next forward pass.
     Raises UnsupportedError, InvalidArgumentError.
@@ -58,19 +62,27 @@ def hybrid_view(cache: Any, model: Any, facts: CacheFacts) -> CacheView:
         described,
         replace(facts, num_layers=len(indices), first_layer=first_layer_of(indices)),
         dense=True,
-        outdated=partial(outdated, parts, described),
+        outdated=partial(outdated, parts, described, indices),
         holds=partial(num_held, parts),
     )
-    counted = state_view(cache, model, view.facts, num_tokens=num_held(parts))
+    counted = state_view(cache, model, view.facts, num_tokens=num_held(parts), rows=rows)
     return view.beside(replace(counted, state_tokens=partial(num_held, parts)))
 
 
-def state_view(cache: Any, model: Any, facts: CacheFacts, *, num_tokens: int) -> CacheView:
+def state_view(
+    cache: Any,
+    model: Any,
+    facts: CacheFacts,
+    *,
+    num_tokens: int,
+    rows: Sequence[int] | None = None,
+) -> CacheView:
     """The states of the recurrent layers, zero-copy: a dense view of planes, without K and V.
 
     cache:      a DynamicCache or StaticCache; layers without a state are left out
     model:      says what a state is made of
     num_tokens: that the states stand for: of all rows
+    rows:       as for `hybrid_view`
     Raises UnsupportedError, InvalidArgumentError.
     """
     layers = list(enumerate(layers_of(cache)))
@@ -78,7 +90,7 @@ def state_view(cache: Any, model: Any, facts: CacheFacts, *, num_tokens: int) ->
     recurrent = recurrent_layers(model)
     found = [(i, layer) for i, layer in layers if i in recurrent]
     sizes = recurrent_state(_config(model))
-    planes = [plane for i, layer in found for plane in _planes(i, layer, sizes)]
+    planes = [plane for i, layer in found for plane in _planes(i, layer, sizes, rows)]
     if not planes:
         raise InvalidArgumentError("cache has no recurrent layers, expected some")
     parts = [layer for _, layer in found]
@@ -139,7 +151,9 @@ def _require_kinds(layers: Sequence[tuple[int, Any]]) -> None:
             )
 
 
-def _planes(index: int, layer: Any, sizes: RecurrentState) -> Iterator[Plane]:
+def _planes(
+    index: int, layer: Any, sizes: RecurrentState, rows: Sequence[int] | None
+) -> Iterator[Plane]:
     name = f"cache.layers[{index}]"
     if layer.number_of_states != 1:
         raise UnsupportedError(
@@ -160,7 +174,12 @@ def _planes(index: int, layer: Any, sizes: RecurrentState) -> Iterator[Plane]:
     if conv is not None:
         facts = sizes.conv_facts(first_column=1)
         yield Plane.of_state(
-            conv, ("block", "channel", "time"), facts, index, name=f"{name}.conv_states[0]"
+            conv,
+            ("block", "channel", "time"),
+            facts,
+            index,
+            slots=rows,
+            name=f"{name}.conv_states[0]",
         )
     if state is not None:
         of_state = sizes.state_facts()
@@ -169,6 +188,7 @@ def _planes(index: int, layer: Any, sizes: RecurrentState) -> Iterator[Plane]:
             ("block", *of_state.axes),
             of_state,
             index,
+            slots=rows,
             name=f"{name}.recurrent_states[0]",
         )
 

@@ -60,6 +60,8 @@ def matched_states(src: CacheSpan, dst: CacheSpan, *, convert: bool) -> tuple[Ca
     """
     if not (have_states(src.view) or have_states(dst.view)):
         return src, dst
+    for name, end in (("src", src), ("dst", dst)):
+        _require_slots(name, end)
     pairs, reasons = _pairs(src.view, dst.view)
     reasons += [
         reason for a, b in pairs for reason in _unlike(a[0], a[1], b[0], b[1], convert=convert)
@@ -79,6 +81,20 @@ def matched_states(src: CacheSpan, dst: CacheSpan, *, convert: bool) -> tuple[Ca
         for i, (end, kept) in enumerate(zip((src, dst), others, strict=True))
     )
     return here, there
+
+
+def _require_slots(name: str, span: CacheSpan) -> None:
+    """Raises InvalidArgumentError if a table finds tokens, and nothing finds their states."""
+    if span.block_table is None and span.slots is None:
+        return  # sequence s is block s of all
+    for i, plane in enumerate(span.view.planes):
+        if plane.state is not None and plane.slots is None:
+            raise InvalidArgumentError(
+                f"{name} has a block_table or slots and {name}.view.planes[{i}] "
+                f"({plane.role_name}) has none, expected slots of its own: a table does not say "
+                "where the state of a sequence is. Give slots to Plane.of_state, or rows to "
+                "hybrid_view"
+            )
 
 
 def require_state_tokens(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
