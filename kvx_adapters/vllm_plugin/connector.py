@@ -137,6 +137,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             spread=SaveBudget(self._stores.chunk_tokens),
             others_fill=not is_alone(transfer),
             epochs=epochs,
+            block_size=self._vllm_config.cache_config.block_size,
         )
 
     # ---- worker ----
@@ -307,6 +308,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         with self._guard("did not read which loads have failed") as guard:
+            self._half.blocks_failed(connector_output.invalid_block_ids or ())
             self._half.reported(
                 failed=getattr(connector_output, "failed_recving", None) or (),
                 finished=connector_output.finished_recving or (),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvx_adapters.vllm_plugin.spoilt import SpoiltBlocks
 from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_core.connector.plan import BlockIds, Save
 from kvx_core.connector.policy import Policy
@@ -21,8 +22,13 @@ _FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 class SchedulerHalf(Policy):
     """A Policy for vLLM's requests."""
 
+    block_size: int = 1  # tokens of a block, as the scheduler counts them
     _unshared: Counter[str] = field(default_factory=Counter)  # number of requests, by reason
     _told: set[str] = field(default_factory=set)  # unshared requests that are already counted
+    _spoilt: SpoiltBlocks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._spoilt = SpoiltBlocks(self.block_size)
 
     def salt_of(self, request: Any) -> str | None:
         """Returns a request's cache_salt; None: its keys and values depend on more than tokens.
@@ -49,7 +55,18 @@ class SchedulerHalf(Policy):
         """
         self.look_at_weights()
         self._count(request)
+        if self._spoilt and num_external_tokens:
+            found = self._lookups.get(request.request_id)
+            start = 0 if found is None else found.start
+            self._spoilt.loads(block_ids[0], start, start + num_external_tokens)
         self.allocated(request, block_ids, num_external_tokens)
+
+    def blocks_failed(self, block_ids: Collection[int]) -> None:
+        """Notes the blocks of loads that have failed, those of other connectors included.
+
+        Only models with one group of layers have such reports.
+        """
+        self._spoilt.failed(block_ids)
 
     def plan_saves(self, output: Any) -> None:
         """Plans the saves of a step. output: vLLM's SchedulerOutput, which describes the step"""
@@ -58,6 +75,8 @@ class SchedulerHalf(Policy):
             self.epochs.step_computes()
         for request_id, num_computed_tokens, block_ids, are_new in _scheduled(output):
             stop = num_computed_tokens + output.num_scheduled_tokens[request_id]
+            if self._spoilt:
+                self._look_for_spoilt(request_id, num_computed_tokens, stop, block_ids, are_new)
             self.step(request_id, num_computed_tokens, stop, block_ids, are_new=are_new)
 
     def take_step(self, output: Any) -> StepPlan:
@@ -85,6 +104,18 @@ class SchedulerHalf(Policy):
         """
         found, self._unshared = self._unshared, Counter()
         return dict(found)
+
+    def _look_for_spoilt(
+        self, request_id: str, start: int, stop: int, block_ids: BlockIds, are_new: bool
+    ) -> None:
+        """Saves nothing of a request that reads a block whose load has failed."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        earlier = [] if are_new else tracked.block_ids[0]
+        ids = [*earlier, *(block_ids[0] if block_ids else ())]
+        if self._spoilt.computes(ids, start, stop):
+            self.forget(request_id)
 
     def _count(self, request: Any) -> None:
         """Counts a request once, for the first reason why it is not shared."""

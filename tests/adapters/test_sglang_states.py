@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from kvx_adapters import sglang
-from kvx_core import InvalidArgumentError, Role, UnsupportedError, migrate, verify
+from kvx_core import (
+    CacheView,
+    FactsMismatchError,
+    InvalidArgumentError,
+    Plane,
+    Role,
+    UnsupportedError,
+    migrate,
+    verify,
+)
+from kvx_core.model.recurrent import recurrent_state
 from tests import sglang_wheel as wheel
 from tests.documents import Document
 from tests.facts import SAME_MODEL
@@ -36,9 +46,28 @@ def shape_of_states() -> Any:
     )
 
 
-def states(*, size: int = 6, envelope: bool = False, convs: int = 1) -> Any:
+MAMBA2 = {
+    "model_type": "mamba2",
+    "num_heads": 4,
+    "head_dim": 5,
+    "n_groups": 1,
+    "state_size": 7,
+    "conv_kernel": 4,
+}
+GDN = {
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def states(*, size: int = 6, envelope: bool = False, convs: int = 1, shape: Any = None) -> Any:
     """A MambaPool of Mamba-2: conv bfloat16 of 3 tokens, state float32 of 4 heads."""
-    shape = replace(shape_of_states(), conv=[(34 + 6 * i, 3) for i in range(convs)])
+    if shape is None:
+        shape = replace(shape_of_states(), conv=[(34 + 6 * i, 3) for i in range(convs)])
     dtype = config.Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     pool = wheel.device.MambaPool(
         size=size,
@@ -102,6 +131,82 @@ def test_as_the_pool_copies_itself(seed: int) -> None:
     a, b = (sglang.state_view(found, slots, SAME_MODEL) for slots in ([2, 5], [6, 1]))
     migrate(a.at(), b.at(), [3, 3])
     assert all(torch.equal(x, y) for x, y in zip(raw_of(found), raw_of(expected), strict=True))
+
+
+@every_seed
+def test_ranks_of_two_pools(seed: int) -> None:
+    """One rank's pool to those of two, in the shapes that SGLang asks for, and back."""
+
+    def pools(count: int) -> list[Any]:
+        shape = config.Mamba2StateShape.create(
+            tp_world_size=count,
+            intermediate_size=20,
+            n_groups=1,
+            num_heads=4,
+            head_dim=5,
+            state_size=7,
+            conv_kernel=4,
+        )
+        return [states(shape=shape) for _ in range(count)]
+
+    def views(of: list[Any], slot: int) -> list[CacheView]:
+        known = {"config": MAMBA2, "num_tokens": [8], "num_ranks": len(of)}
+        return [
+            sglang.state_view(pool, [slot], SAME_MODEL, rank=rank, **known)
+            for rank, pool in enumerate(of)
+        ]
+
+    one, two, back = pools(1), pools(2), pools(1)
+    randomize(one[0], [2], seed)
+    for src, dst in ((views(one, 2), views(two, 5)), (views(two, 5), views(back, 3))):
+        for a in src:
+            for b in dst:
+                migrate(a, b, [8])
+    conv, state = one[0].mamba_cache.conv[0][:, 2], one[0].mamba_cache.temporal[:, 2]
+    for rank, pool in enumerate(two):
+        parts = [conv[:, 10 * rank : 10 * rank + 10], conv[:, 20:]]  # B and C are on both
+        assert torch.equal(pool.mamba_cache.conv[0][:, 5], torch.cat(parts, 1))
+        assert torch.equal(pool.mamba_cache.temporal[:, 5], state[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(back[0].mamba_cache.conv[0][:, 3], conv)
+    assert torch.equal(back[0].mamba_cache.temporal[:, 3], state)
+
+
+def test_a_delta_net_is_stored_with_its_values_outermost() -> None:
+    shape = config.Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=20,
+        n_groups=2,
+        num_heads=4,
+        head_dim=5,
+        state_size=6,
+        conv_kernel=4,
+    )
+    pool = states(shape=shape)
+    randomize(pool, [4], 1)
+    view = sglang.state_view(pool, [4], SAME_MODEL, config=GDN, num_tokens=[3])
+    found = torch.zeros(len(LAYERS), 1, 4, 6, 5)
+    sizes = recurrent_state(GDN)
+    planes = [
+        Plane.of_state(found[i], ("block", "head", "key", "value"), sizes.state_facts(), layer)
+        for i, layer in enumerate(LAYERS)
+    ]
+    states_alone = [plane for plane in view.planes if plane.role == Role.STATE]
+    there = CacheView((), SAME_MODEL, planes=tuple(planes), dense=True)
+    migrate(replace(view, planes=tuple(states_alone)), there, [3])
+    assert torch.equal(found[:, 0], pool.mamba_cache.temporal[:, 4].transpose(-1, -2))
+
+
+def test_what_is_known_of_states() -> None:
+    pool = states()
+    a = sglang.state_view(pool, [2], SAME_MODEL, config=MAMBA2, num_tokens=[9])
+    with pytest.raises(FactsMismatchError, match="stand for 9 tokens at the source"):
+        migrate(a, sglang.state_view(pool, [3], SAME_MODEL, config=MAMBA2), [8])
+    with pytest.raises(FactsMismatchError, match="at one end alone"):
+        migrate(a, sglang.state_view(pool, [3], SAME_MODEL), [9])
+    with pytest.raises(InvalidArgumentError, match="num_tokens has 2 numbers, expected 1, one per"):
+        sglang.state_view(pool, [2], SAME_MODEL, num_tokens=[9, 9])
+    with pytest.raises(UnsupportedError, match="has several convolutions, expected one"):
+        sglang.state_view(states(convs=2), [2], SAME_MODEL, config=MAMBA2, num_tokens=[9])
 
 
 def test_a_state_moves_with_the_keys_and_values_of_its_request() -> None:
@@ -256,7 +361,7 @@ def test_the_page() -> None:
     pool, other = states(), states()
     requests = pool_of_requests()
     randomize(pool, [5, 1], 3)
-    to = sglang.state_view(other, [2, 3], SAME_MODEL)
+    to = sglang.state_view(other, [2, 3], SAME_MODEL, config=MAMBA2)
     Document("sglang.md").run(
         {
             "sglang": sglang,
@@ -265,10 +370,12 @@ def test_the_page() -> None:
             "req_pool_indices": torch.tensor([2, 4]),
             "mamba_pool": pool,
             "facts": SAME_MODEL,
+            "config": MAMBA2,
             "other_states": to,
             "seq_lens": [7, 9],
         },
         Document("sglang.md").snippets()[4],
     )
-    assert verify(sglang.state_view(pool, [5, 1], SAME_MODEL), to, [7, 9]).ok
+    told = sglang.state_view(pool, [5, 1], SAME_MODEL, config=MAMBA2, num_tokens=[7, 9])
+    assert verify(told, to, [7, 9]).ok
     assert torch.equal(pool.mamba_cache.temporal[:, 5], other.mamba_cache.temporal[:, 2])

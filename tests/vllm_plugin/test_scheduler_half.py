@@ -832,3 +832,49 @@ def test_a_path_is_all_that_settings_need() -> None:
             lambda: read(path="/the/stores/directory"),
         )
     )
+
+
+@pytest.mark.parametrize("ends", ["is aborted", "is preempted", "goes on"])
+def test_blocks_that_another_connector_left_spoilt(
+    ends: str, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM finds them in its prefix cache, where the request that loaded them has not computed them
+    again. It answers wrongly then; what it has computed from them is not stored.
+    """
+    from vllm.v1.request import RequestStatus
+
+    steps, tokens = start(enable_prefix_caching=True), prompt(150, seed=4)
+    connector = steps.scheduler.connector
+    connector._scheduler.others_fill = True
+
+    def promise(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 2 * BLOCK_SIZE, False
+
+    ask, take = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", promise)
+    monkeypatch.setattr(connector, "update_state_after_alloc", lambda r, b, n: take(r, b, 0))
+    a = steps.add("a", tokens)
+    assert not steps.plan().saves
+    steps.run(invalid_block_ids=set(steps.blocks("a")[:2]))
+    assert a.num_computed_tokens == 0
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", ask)
+    if ends == "is aborted":
+        steps.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+        del steps.requests["a"]
+    elif ends == "is preempted":
+        steps.scheduler.running.remove(a)
+        steps.scheduler._preempt_request(a, 0.0)
+    name = "a" if ends != "is aborted" else "b"
+    request = a if name == "a" else steps.add("b", tokens)
+    saves = []
+    for _ in range(4):
+        saves += steps.plan().saves
+        steps.run()
+    assert request.num_computed_tokens > len(tokens)
+    assert bool(saves) is (ends == "goes on")
+    c = steps.add("c", prompt(150, seed=5))
+    saves = []
+    for _ in range(4):
+        saves += [save for save in steps.plan().saves if save.request_id == "c"]
+        steps.run()
+    assert saves, c.num_computed_tokens
