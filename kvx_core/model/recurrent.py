@@ -118,7 +118,7 @@ def _number(config: Any, *names: str) -> int:
 
 
 def _gdn(config: Any) -> RecurrentState:
-    """modeling_qwen3_next.py, Qwen3NextGatedDeltaNet."""
+    """Source: transformers 5.19 modeling_qwen3_next.py, Qwen3NextGatedDeltaNet."""
     key_heads = _number(config, "linear_num_key_heads")
     value_heads = _number(config, "linear_num_value_heads")
     key_dim = _number(config, "linear_key_head_dim")
@@ -133,7 +133,7 @@ def _gdn(config: Any) -> RecurrentState:
 
 
 def _kda(config: Any) -> RecurrentState:
-    """modeling_kimi_linear.py, KimiLinearDeltaAttention."""
+    """Source: transformers 5.19 modeling_kimi_linear.py, KimiLinearDeltaAttention."""
     where = _get(config, "linear_attn_config")
     names = "num_heads", "head_dim", "short_conv_kernel_size"  # as Kimi's own configuration says
     if not isinstance(where, Mapping):
@@ -151,7 +151,8 @@ def _kda(config: Any) -> RecurrentState:
 
 
 def _mamba2(config: Any) -> RecurrentState:
-    """modeling_bamba.py, BambaMixer, and the same of the other models."""
+    """Source: transformers 5.19 modeling_bamba.py, BambaMixer, and the same
+    of the other models."""
     heads = _number(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     groups = _number(config, "mamba_n_groups", "mamba_ngroups", "n_groups")
     size = _number(config, "mamba_d_state", "ssm_state_size", "state_size")
@@ -169,7 +170,8 @@ def _mamba2(config: Any) -> RecurrentState:
 
 
 def _mamba1(config: Any) -> RecurrentState:
-    """modeling_mamba.py, MambaMixer; modeling_jamba.py, JambaMambaMixer."""
+    """Source: transformers 5.19 modeling_mamba.py, MambaMixer; modeling_jamba.py,
+    JambaMambaMixer."""
     width = _inner(config)
     return RecurrentState(
         "mamba1",
@@ -180,7 +182,7 @@ def _mamba1(config: Any) -> RecurrentState:
 
 
 def _short_conv(config: Any) -> RecurrentState:
-    """modeling_lfm2.py, Lfm2ShortConv."""
+    """Source: transformers 5.19 modeling_lfm2.py, Lfm2ShortConv."""
     width = _number(config, "hidden_size")
     return RecurrentState("short_conv", (("x", width),), _number(config, "conv_L_cache") - 1, ())
 

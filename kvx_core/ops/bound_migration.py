@@ -15,6 +15,7 @@ from kvx_core._c import abi, abi_plan, bound
 from kvx_core.desc import facts
 from kvx_core.desc.in_place import moving_owners
 from kvx_core.desc.placing import places_of, used_on, where_read, with_places
+from kvx_core.desc.state_pieces import matched_states
 from kvx_core.desc.tables import DESCRIPTORS, SeqLens
 from kvx_core.desc.tensors import Borrowed
 from kvx_core.desc.view import CacheSpan, CacheView
@@ -23,7 +24,6 @@ from kvx_core.ops.left_out import may_leave_out
 from kvx_core.ops.options import MoveOptions
 from kvx_core.ops.plan_lookups import invalid_slot
 from kvx_core.ops.reorder import reordered
-from kvx_core.ops.states import matched_states
 from kvx_core.ops.streams import current_stream
 from kvx_core.types import Memory, Transfer
 

@@ -18,6 +18,7 @@ from kvx_core._c.bound import SIZES
 from kvx_core.argument_checks import flag
 from kvx_core.desc.placing import places_of
 from kvx_core.desc.positions import require_same_positions
+from kvx_core.desc.state_pieces import require_state_tokens
 from kvx_core.desc.tables import BlockTable, SeqLens
 from kvx_core.desc.tensors import Numbers, TensorLike
 from kvx_core.desc.view import CacheSpan, CacheView
@@ -31,7 +32,6 @@ from kvx_core.ops.bound_migration import (
 from kvx_core.ops.holds import require_both_hold
 from kvx_core.ops.left_out import bytes_left_out
 from kvx_core.ops.options import MoveKeywords, MoveOptions
-from kvx_core.ops.states import require_state_tokens
 from kvx_core.ops.streams import stream_number
 from kvx_core.types import Memory
 

@@ -10,6 +10,7 @@ from kvx_core.argument_checks import flag
 from kvx_core.desc.memory_checks import check_host_memory
 from kvx_core.desc.placing import used_on
 from kvx_core.desc.positions import have_positions, require_same_positions
+from kvx_core.desc.state_pieces import require_state_tokens
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import InvalidArgumentError
@@ -28,7 +29,6 @@ from kvx_core.ops.plan_lookups import (
     describe_lookups,
     lookups_to_c,
 )
-from kvx_core.ops.states import require_state_tokens
 from kvx_core.ops.streams import stream_number
 
 

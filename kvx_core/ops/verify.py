@@ -17,6 +17,7 @@ from kvx_core.argument_checks import bad_argument, integer
 from kvx_core.desc.facts import compare
 from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.planes import Plane, role_name
+from kvx_core.desc.state_pieces import matched_states, require_state_tokens
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.tensors import Borrowed, TensorLike, tensor_of
 from kvx_core.desc.view import CacheSpan, CacheView
@@ -24,7 +25,6 @@ from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedEr
 from kvx_core.ops.migrate import rows_per_sequence
 from kvx_core.ops.readers import Array, End, Reader
 from kvx_core.ops.reorder import reordered
-from kvx_core.ops.states import matched_states, require_state_tokens
 from kvx_core.types import Axis, DType, Memory
 
 

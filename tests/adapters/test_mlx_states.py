@@ -217,7 +217,7 @@ class TestRefusals:
 
     def test_layers_that_are_not_the_caches(self) -> None:
         found = prefilled("NemotronH", prompt(ROWS, 5))
-        with pytest.raises(InvalidArgumentError, match="layers is .*, expected 2 different"):
+        with pytest.raises(InvalidArgumentError, match=r"layers is .*, expected 2 different"):
             adapter.hybrid_view(
                 found, in_mlx("NemotronH").args, facts("NemotronH"), layers=[0, 1, 2, 3]
             )

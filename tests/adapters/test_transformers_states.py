@@ -15,10 +15,13 @@ from kvx_core import (
     CacheView,
     FactsMismatchError,
     InvalidArgumentError,
+    Plane,
     UnsupportedError,
     migrate,
     verify,
 )
+from kvx_core.model.recurrent import recurrent_state
+from tests.documents import Document
 from tests.hybrid_models import FAMILIES, hybrid_model, prompt
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -188,7 +191,7 @@ class TestRefusals:
 
     def test_a_cache_view_says_where_to_go(self) -> None:
         found = prefilled("Qwen3Next", prompt(1, 5))
-        with pytest.raises(UnsupportedError, match="of the whole sequence. Call hybrid_view"):
+        with pytest.raises(UnsupportedError, match=r"of the whole sequence\. Call hybrid_view"):
             hf.cache_view(found, facts("Qwen3Next"))
 
     def test_states_in_new_tensors(self) -> None:
@@ -204,7 +207,30 @@ class TestRefusals:
             hf.reserve(found, hybrid_model("Qwen3Next"), batch_size=1, num_tokens=3)
 
     def test_room_in_a_cache_without_layers(self) -> None:
-        with pytest.raises(InvalidArgumentError, match="Make it with config=model.config"):
+        with pytest.raises(InvalidArgumentError, match=r"Make it with config=model\.config"):
             hf.reserve(
                 transformers.DynamicCache(), hybrid_model("Lfm2"), batch_size=1, num_tokens=3
             )
+
+
+def test_the_page() -> None:
+    """Its first piece of code: from one cache to another."""
+    family = "Qwen3Next"
+    model, other = hybrid_model(family), made(family)
+    names = {"hf": hf, "migrate": migrate, "model": model, "facts": facts(family)}
+    names |= {"cache": prefilled(family, prompt(1, CUT)), "other_cache": other}
+    Document("hybrid.md").run(names, Document("hybrid.md").snippets()[0])
+    assert verify(view(family, names["cache"]), view(family, other), [CUT])
+
+
+def test_the_page_on_ranks() -> None:
+    config = hybrid_model("Qwen3Next").config
+    names = {
+        "Plane": Plane,
+        "config": config,
+        "recurrent_state": recurrent_state,
+        "tensor": torch.zeros(5, 3, 48),
+    }
+    found = Document("hybrid.md").run(names, Document("hybrid.md").snippets()[1])
+    plane = (found or names)["conv"]
+    assert [part.begin for part in plane.state.held()] == [8, 8, 32]

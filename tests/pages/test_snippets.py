@@ -88,6 +88,7 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "python": (4, ("tests/pages/test_plans_doc.py",)),
         "c": (1, ("tests/pages/test_plans_doc.py",)),
     },
+    "docs/hybrid.md": {"python": (2, ("tests/adapters/test_transformers_states.py",))},
     "docs/sglang.md": {
         "python": (
             5,
