@@ -52,6 +52,8 @@ _CONV = ["conv", "full_attention"] * 2
 # The configuration of each family beside SIZES.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Next": {**_GDN, **_EXPERTS, "layer_types": _LINEAR},
+    "Qwen3_5": {**_GDN, "layer_types": _LINEAR},
+    "Qwen3_5Moe": {**_GDN, **_EXPERTS, "layer_types": _LINEAR},
     "OlmoHybrid": {**_GDN, "layer_types": _LINEAR},
     "GraniteMoeHybrid": {
         **_MAMBA,
@@ -91,6 +93,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 1,
         "num_experts": 2,
     },
+    "KimiLinear": {
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": _LINEAR,
+        "mlp_layer_types": ["dense"] * 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "Lfm2": {"conv_L_cache": 3, "layer_types": _CONV, "block_auto_adjust_ff_dim": False},
     "Lfm2Moe": {**_EXPERTS, "conv_L_cache": 3, "layer_types": _CONV, "num_dense_layers": 4},
 }
@@ -100,7 +115,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def hybrid_model(family: str) -> Any:
     """A model in float32. Its states keep 0.98 to 0.9998 of themselves from token to token."""
     torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
+    kind = "TextConfig" if family.startswith("Qwen3_5") else "Config"
+    sizes = SIZES | FAMILIES[family]
+    if "kv_lora_rank" in sizes:
+        del sizes["head_dim"]
+    config = getattr(transformers, f"{family}{kind}")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for name, weight in model.state_dict().items():
         if name.endswith("A_log"):
