@@ -17,7 +17,7 @@ from kvx_core.desc.states import StateFacts, state_axes
 from kvx_core.desc.tables import BlockTable, SlotMapping
 from kvx_core.desc.tensor_desc import stored_as
 from kvx_core.desc.tensors import Borrowed, TensorLike, borrowed_fields
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.formats import ELEMENTS
 from kvx_core.types import Axis, DType, Memory, Role
 
@@ -185,6 +185,28 @@ class Plane(Borrowed):
     def kind(self) -> str | None:
         axes = "[" + ", ".join(axis.name.lower() for axis in self.axes) + "]"
         return f"{self.role_name} of layer {self.layer} {axes}"
+
+    def as_stored(self, name: str) -> Plane:
+        """The plane that files have: of a convolution the columns that count.
+
+        name: what errors call it
+        Raises UnsupportedError for states that files do not have so.
+        """
+        state = self.state
+        if state is None:
+            return self
+        reason = state.why_not_stored()
+        if reason is not None:
+            raise UnsupportedError(
+                f"{name} ({self.role_name}) {reason}. Migrate it into memory of that kind first"
+            )
+        if state.num_columns is None:
+            return self
+        time = self.axes.index(Axis.DIM)
+        shape = (*self.shape[:time], state.num_columns, *self.shape[time + 1 :])
+        skipped = state.first_column * self.stride[time] * self.dtype.itemsize
+        facts = replace(state, first_column=0)
+        return replace(self, shape=shape, data=self.data + skipped, state=facts)
 
     def of_parts(self) -> Plane:
         """The same plane, its table not `exact`, for calls that each move some of its entries."""

@@ -25,6 +25,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "short_conv": (),
 }
 CONV_AXES = ("channel", "time")
+# The sections of each convolution, in the order in which files have them.
+CONV_SECTIONS = {
+    "mamba1": ("x",),
+    "mamba2": ("x", "b", "c"),
+    "gdn": ("q", "k", "v"),
+    "kda": ("q", "k", "v"),
+    "short_conv": ("x",),
+}
 _NO_CONV = ("lightning",)
 
 
@@ -131,10 +139,16 @@ class StateFacts:
             yield HeldSection(section.name, begin, end, offset)
             offset += end - begin
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds all of every section."""
-        return self.num_ranks == 1 or all(section.replicated for section in self.sections)
+    def why_not_stored(self) -> str | None:
+        """Why files cannot have such a plane; None if they can."""
+        names = tuple(section.name for section in self.sections)
+        if self.num_ranks > 1 and not all(section.replicated for section in self.sections):
+            return f"is rank {self.rank} of {self.num_ranks}, expected all ranks together"
+        if self.newest_first:
+            return "has its newest input first, expected the oldest"
+        if self.is_conv and names != CONV_SECTIONS[self.kind]:
+            return f"has the sections {names}, expected {CONV_SECTIONS[self.kind]}"
+        return None
 
     def check(self, axes: Sequence[Axis], shape: Sequence[int], tokens_per_entry: int) -> None:
         """Raises InvalidArgumentError unless a plane of these axes can hold such a state."""

@@ -89,7 +89,6 @@ class CacheView:
             if asked is not None and not callable(asked):
                 raise bad_argument(name, asked, "a function or None")
         self._check_rotation()
-        self._check_heads()
         structs = [layer.to_c() for layer in self.layers]
         set_("_layers", abi.pointer_array(structs, abi.kvx_cache_desc_t))
         for name in _BESIDE:
@@ -115,17 +114,6 @@ class CacheView:
                 "facts.rotary_dim",
                 self.facts.rotary_dim,
                 f"at most head_dim, which is {widest}: it counts the dims of a head that rotate",
-            )
-
-    def _check_heads(self) -> None:
-        total, first = self.facts.total_kv_heads, self.facts.first_kv_head
-        widest = max((layer.num_kv_heads for layer in self.layers), default=0)
-        if total is not None and (first or 0) + widest > total:
-            raise bad_argument(
-                "facts.total_kv_heads",
-                total,
-                f"at least {(first or 0) + widest}: a layer has {widest} KV heads from "
-                f"first_kv_head {first or 0} on",
             )
 
     def __repr__(self) -> str:

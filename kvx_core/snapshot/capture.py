@@ -83,6 +83,13 @@ def check_span(sections: Sequence[Section], start: int, num_tokens: int) -> None
     start: position in the sequence of the first token
     """
     for section in sections:
+        said = section.view.state_tokens
+        counts = set() if said is None else set(np.ravel(said() if callable(said) else said))
+        if len(counts) == 1 and counts != {start + num_tokens}:  # else it is of several rows
+            raise InvalidArgumentError(
+                f"section.view has states of {counts.pop()} tokens by its engine's own count, and "
+                f"the tokens to capture end at {start + num_tokens}, expected the same number"
+            )
         for kind in kinds_of(section.view):
             if kind.tokens_per_entry and start % kind.tokens_per_entry:
                 raise InvalidArgumentError(

@@ -81,6 +81,13 @@ class Section:
                 f"section.view has layers with {[layer.num_kv_heads for layer in view.layers]} "
                 "heads, expected the same number in all. Make a section of each"
             )
+        first, end = self.heads
+        total = view.facts.total_kv_heads
+        if view.layers and total is not None and end > total:
+            raise InvalidArgumentError(
+                f"section.view.facts.total_kv_heads is {total}, expected at least {end}: the view "
+                f"has the KV heads {first} to {end - 1} of the model"
+            )
         self._check_rows()
         for layer, cache in zip(self.layers, view.layers, strict=False):
             for name, tensor in cache.tensors.items():
@@ -89,6 +96,15 @@ class Section:
                         f"section.encoding is {self.encoding!r} and {name} of layer {layer} is "
                         f"{tensor.dtype.name}, expected U8 for opaque bytes and only for them"
                     )
+        if any(plane.state is not None for plane in view.planes):
+            view = replace(
+                view,
+                planes=tuple(
+                    plane.as_stored(f"section.view.planes[{i}]")
+                    for i, plane in enumerate(view.planes)
+                ),
+            )
+            object.__setattr__(self, "view", view)
         check_planes(view, self.layers, self.encoding)
 
     @property

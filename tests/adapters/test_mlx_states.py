@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,9 +20,13 @@ from mlx_lm.utils import load_model
 from kvx_adapters import mlx as adapter
 from kvx_adapters import transformers as hf
 from kvx_core import (
+    BlockTable,
     CacheView,
     FactsMismatchError,
     InvalidArgumentError,
+    Section,
+    SlotMapping,
+    Snapshot,
     UnsupportedError,
     migrate,
     verify,
@@ -155,6 +160,49 @@ def test_from_mlx_to_transformers(family: str) -> None:
             lambda one: hybrid_model(family)(input_ids=one, past_key_values=dst).logits, tokens
         )
     np.testing.assert_allclose(found, logits_of(family, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "GraniteMoeHybrid", "Lfm2"])
+def test_through_a_file(family: str, tmp_path: Path) -> None:
+    """A snapshot of transformers is restored into mlx-lm: files have states in one order."""
+    tokens = prompt(ROWS, LENGTH)
+    src, dst = hf_cache(family, tokens[:, :CUT]), reserved(family)
+    row = 1
+
+    def sections(whole: CacheView, num_tokens: int | None) -> list[Section]:
+        recurrent = {plane.layer for plane in whole.planes}
+        attention = [i for i in range(4) if i not in recurrent]
+        facts = replace(whole.facts, num_layers=4, first_layer=0)
+        states = tuple(replace(plane, slots=SlotMapping.of([row])) for plane in whole.planes)
+        no_layers = replace(whole, layers=(), planes=states, holds=None, facts=facts)
+        kv = replace(whole, planes=(), state_tokens=None, facts=facts)
+        return [
+            Section(tuple(attention), kv, BlockTable.packed([[row]])),
+            Section(tuple(sorted(recurrent)), no_layers, None, state_tokens=num_tokens),
+        ]
+
+    with pytest.raises(InvalidArgumentError, match="states of 20 tokens by its engine's own count"):
+        Snapshot.capture(tokens[row, :9].tolist(), sections(hf_view(family, src), 9))
+    ids = tokens[row, :CUT].tolist()
+    found = Snapshot.capture(ids, sections(hf_view(family, src), CUT))
+    assert found is not None
+    with (tmp_path / "file").open("wb") as file:
+        found.save(file)
+    read = Snapshot.open(tmp_path / "file").read((0, 1, 2, 3))
+    for section in sections(mlx_view(family, dst), None):
+        read.restore(section, 0, CUT)
+    at = {"block_table": [[row]]}
+    same = [
+        hf.hybrid_view(src, hybrid_model(family), facts(family), rows=[row]).at(**at),
+        replace(
+            mlx_view(family, dst),
+            planes=tuple(
+                replace(plane, slots=SlotMapping.of([row]))
+                for plane in mlx_view(family, dst).planes
+            ),
+        ).at(**at),
+    ]
+    assert verify(*same, [CUT])
 
 
 def test_a_transposed_state_goes_wrong() -> None:

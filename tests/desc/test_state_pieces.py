@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvx_core import FactsMismatchError, InvalidArgumentError, Plan, migrate, verify
-from tests.states import FAMILIES, Family, Layout, Rank, model_states
+from kvx_core import (
+    CacheView,
+    FactsMismatchError,
+    InvalidArgumentError,
+    Plan,
+    Section,
+    UnsupportedError,
+    migrate,
+    verify,
+)
+from tests.states import FACTS, FAMILIES, Family, Layout, Rank, model_states
 
 # As engines store them: (slot, channel, time) or (slot, time, channel), [K, V] or [V, K].
 LAYOUTS = {
@@ -233,3 +243,27 @@ def test_verify_names_the_place() -> None:
         5,
         2,
     )
+
+
+class TestFiles:
+    """What a section of a snapshot or a store may have."""
+
+    def section(self, family: Family, layout: Layout, count: int = 1) -> Section:
+        rank = Rank(family, layout, 0, count, slots=(1,))
+        facts = replace(FACTS, first_kv_head=0, total_kv_heads=1)
+        view = CacheView((), facts, planes=tuple(rank.planes()), dense=True)
+        return Section((0,), view, None, state_tokens=3)
+
+    def test_columns_without_a_meaning_are_left_out(self) -> None:
+        for layout in (Layout(before=1), Layout(conv=(0, 2, 1), behind=2)):
+            conv = self.section(FAMILIES[3], layout).view.planes[0]
+            assert conv.extent("dim") == 3
+
+    def test_states_that_files_do_not_have_so(self) -> None:
+        for layout, count, sentence in (
+            (Layout(), 2, r"planes\[0\] \(CONV_STATE\) is rank 0 of 2, expected all ranks"),
+            (Layout(newest_first=True), 1, "has its newest input first"),
+            (Layout(sections=("v", "q", "k")), 1, r"has the sections \('v', 'q', 'k'\)"),
+        ):
+            with pytest.raises(UnsupportedError, match=sentence):
+                self.section(FAMILIES[3], layout, count)

@@ -46,10 +46,8 @@ class Engine:
             ]
             self.layers.append((kv[0], kv[1]))
         caches = [CacheDesc.from_kv(*(describe(t, "BLOCK_NHD") for t in kv)) for kv in self.layers]
-        self.view = CacheView(tuple(caches), FACTS if not facts else replace(FACTS, **facts))
-        if facts:
-            known = replace(self.view.facts, first_kv_head=0, total_kv_heads=HEADS)
-            self.view = replace(self.view, facts=known)
+        known = replace(FACTS, first_kv_head=0, total_kv_heads=HEADS)
+        self.view = CacheView(tuple(caches), replace(known, **facts))
 
     @property
     def section(self) -> Section:
