@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvx_core.argument_checks import bad_argument
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.positions import first_positions_of
+from kvx_core.desc.said_counts import said_counts
 from kvx_core.desc.states import HeldSection, StateFacts, StateSection
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan, CacheView
@@ -118,7 +117,8 @@ def require_state_tokens(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
                     ]
                 )
             continue
-        stood_for = _counts(name, given, len(lengths))
+        said = given() if callable(given) else given
+        stood_for = said_counts(f"{name}.view.state_tokens", said, len(lengths))[: len(lengths)]
         first = first_positions_of(span, span.starts)
         if first is None:
             first = np.zeros(1, np.int64)
@@ -136,21 +136,6 @@ def require_state_tokens(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
                     "all of its tokens"
                 ]
             )
-
-
-def _counts(name: str, given: Any, num_rows: int) -> npt.NDArray[np.int64]:
-    """What an end says of each sequence."""
-    said = given() if callable(given) else given
-    found = np.atleast_1d(np.asarray(said))
-    if found.ndim > 1 or (found.dtype.kind not in "iu" and found.size):
-        raise bad_argument(f"{name}.view.state_tokens", said, "an integer, or one per sequence")
-    if found.shape != (1,) and len(found) < num_rows:
-        raise InvalidArgumentError(
-            f"{name}.view.state_tokens has {len(found)} numbers, expected 1 or at least {num_rows},"
-            " one per sequence"
-        )
-    counts: npt.NDArray[np.int64] = found.astype(np.int64)
-    return np.broadcast_to(counts, num_rows) if counts.shape == (1,) else counts[:num_rows]
 
 
 def _sections(view: CacheView) -> _Sections:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvx_core.argument_checks import bad_argument, plural
+from kvx_core.argument_checks import plural
 from kvx_core.desc.find_tokens import find_tokens
+from kvx_core.desc.said_counts import said_counts
 from kvx_core.desc.tables import SeqLens
 from kvx_core.desc.view import CacheSpan
-from kvx_core.errors import InvalidArgumentError, KvxError, OutOfRangeError
+from kvx_core.errors import KvxError, OutOfRangeError
 
 _Counts = npt.NDArray[np.int64]
 
@@ -74,15 +75,4 @@ def _rows_of_blocks(span: CacheSpan, lens: SeqLens) -> tuple[_Counts, _Counts]:
 def _counts(name: str, span: CacheSpan, num_rows: int) -> _Counts:
     """What the engine says of each sequence."""
     assert span.view.holds is not None
-    found = np.atleast_1d(np.asarray(given := span.view.holds()))
-    if found.ndim > 1 or (found.dtype.kind not in "iu" and found.size):
-        raise bad_argument(f"{name}.view.holds()", given, "an integer, or one per sequence")
-    counts = found.astype(np.int64)
-    if counts.shape == (1,):
-        return np.broadcast_to(counts, num_rows)
-    if len(counts) < num_rows:
-        raise InvalidArgumentError(
-            f"{name}.view.holds gives {len(counts)} numbers, expected 1 or at least {num_rows}, "
-            "one per sequence"
-        )
-    return counts
+    return said_counts(f"{name}.view.holds()", span.view.holds(), num_rows)

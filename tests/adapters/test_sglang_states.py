@@ -33,10 +33,10 @@ LAYERS = [0, 1, 3]
 config = wheel.mamba_config
 
 
-def shape_of_states() -> Any:
+def shape_of_states(num_ranks: int = 1) -> Any:
     """What the wheel's Mamba-2 layers ask for: 4 heads of 5 x 7, and a convolution of 34."""
     return config.Mamba2StateShape.create(
-        tp_world_size=1,
+        tp_world_size=num_ranks,
         intermediate_size=20,
         n_groups=1,
         num_heads=4,
@@ -138,16 +138,7 @@ def test_ranks_of_two_pools(seed: int) -> None:
     """One rank's pool to those of two, in the shapes that SGLang asks for, and back."""
 
     def pools(count: int) -> list[Any]:
-        shape = config.Mamba2StateShape.create(
-            tp_world_size=count,
-            intermediate_size=20,
-            n_groups=1,
-            num_heads=4,
-            head_dim=5,
-            state_size=7,
-            conv_kernel=4,
-        )
-        return [states(shape=shape) for _ in range(count)]
+        return [states(shape=shape_of_states(count)) for _ in range(count)]
 
     def views(of: list[Any], slot: int) -> list[CacheView]:
         known = {"config": MAMBA2, "num_tokens": [8], "num_ranks": len(of)}

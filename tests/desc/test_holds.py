@@ -197,7 +197,7 @@ def test_what_is_no_count() -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         migrate(src, dst, [1, 1, 1])
     assert str(raised.value) == (
-        "src.view.holds gives 2 numbers, expected 1 or at least 3, one per sequence"
+        "src.view.holds() gives 2 numbers, expected 1 or at least 3, one per sequence"
     )
     with pytest.raises(InvalidArgumentError, match="holds is 7, expected a function or None"):
         a_cache(0, 7)

@@ -171,7 +171,7 @@ class TestTheNumberOfTokens:
         ("given", "sentence"),
         [
             (lambda: "9", "is '9', expected an integer, or one per sequence"),
-            ([9, 9, 9][:0], "has 0 numbers, expected 1 or at least 2"),
+            ([9, 9, 9][:0], "gives 0 numbers, expected 1 or at least 2"),
         ],
     )
     def test_what_it_may_not_be(self, given: Any, sentence: str) -> None:
