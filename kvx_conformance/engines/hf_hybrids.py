@@ -13,7 +13,7 @@ import transformers
 from kvx_adapters import transformers as adapter
 from kvx_adapters.transformers.cache import num_held, outdated
 from kvx_conformance.engine import Floats
-from kvx_conformance.engines.hybrid import CONV, DECAYS, DELTA_NET, STATE, Hybrid, Part, slow
+from kvx_conformance.engines.hybrid import DECAYS, DELTA_NET, Hybrid, slow
 from kvx_conformance.engines.tiny import DEVICE, SIZES, made
 from kvx_core import CacheView
 
@@ -72,13 +72,9 @@ class _OfEngine(Hybrid):
             holds=partial(num_held, layers),
         )
 
-    def states(self) -> list[Part]:
-        found: list[Part] = []
-        for layer in self.recurrent:
-            found.append((layer, CONV, self.cache[layer].conv_states[0]))
-            if (state := self.cache[layer].recurrent_states.get(0)) is not None:
-                found.append((layer, STATE, state))
-        return found
+    def state_view(self) -> CacheView:
+        given = self.dynamic, self.model(), self.facts()
+        return adapter.state_view(*given, num_tokens=len(self.ids))
 
 
 class DeltaNet(_OfEngine):

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from kvx_conformance.engine import Floats, State, Table
-from kvx_core import CacheFacts, CacheView, KvxError, Plane, Section, Snapshot
+from kvx_core import CacheFacts, CacheView, KvxError, Section, Snapshot
 
-CONV, STATE = 64, "state"  # roles of planes
 DECAYS = ("A_log", "dt_bias")
 DELTA_NET = {
     "linear_num_key_heads": 2,
@@ -32,13 +30,11 @@ DELTA_NET = {
     "decoder_sparse_step": 1,
 }
 
-Part: TypeAlias = tuple[int, str | int, torch.Tensor]  # of a state: layer, role, memory (1, ...)
-
 
 class Hybrid:
     """A cache of layers, of which some have keys and values, the others states.
 
-    Subclasses give `model`, `cache`, `run`, `describe` and `states`.
+    Subclasses give `model`, `cache`, `run`, `describe` and `state_view`.
     """
 
     computes, num_sequences, max_tokens = True, 1, 20
@@ -54,8 +50,8 @@ class Hybrid:
         """A step of the model."""
         raise NotImplementedError
 
-    def states(self) -> list[Part]:
-        """Each layer's parts."""
+    def state_view(self) -> CacheView:
+        """The states of all recurrent layers."""
         raise NotImplementedError
 
     def describe(self) -> CacheView:
@@ -119,22 +115,9 @@ class Hybrid:
             found.restore(section, 0, len(ids))
 
     def _sections(self) -> list[Section]:
-        planes = [
-            Plane.of(
-                memory,
-                ("block", *["dim"] * (memory.ndim - 1)),
-                role,
-                layer,
-                tokens_per_entry=0,
-                slots=[0],
-                replicated=True,
-            )
-            for layer, role, memory in self.states()
-        ]
-        states = CacheView(layers=(), facts=self.facts(), dense=True, planes=tuple(planes))
         return [
             Section((self.attention,), self.describe(), None),
-            Section(self.recurrent, states, None, state_tokens=len(self.ids)),
+            Section(self.recurrent, self.state_view(), None, state_tokens=len(self.ids)),
         ]
 
 

@@ -10,10 +10,9 @@ import mlx.core as mx
 import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.models import lfm2, qwen3_next
-from torch.utils.dlpack import from_dlpack
 
 from kvx_adapters import mlx as adapter
-from kvx_conformance.engines.hybrid import CONV, DECAYS, DELTA_NET, STATE, Hybrid, Part, slow
+from kvx_conformance.engines.hybrid import DECAYS, DELTA_NET, Hybrid, slow
 from kvx_conformance.engines.tiny import SIZES
 from kvx_core import CacheView
 
@@ -52,13 +51,9 @@ class _OfEngine(Hybrid):
     def describe(self) -> CacheView:
         return adapter.cache_view([self.cache[self.attention]], self.facts())
 
-    def states(self) -> list[Part]:
-        roles: tuple[str | int, ...] = (CONV, STATE)
-        return [
-            (layer, role, from_dlpack(array))
-            for layer in self.recurrent
-            for role, array in zip(roles, self.cache[layer].cache, strict=False)
-        ]
+    def state_view(self) -> CacheView:
+        given = self.cache, self.model().args, self.facts()
+        return adapter.state_view(*given, num_tokens=len(self.ids))
 
 
 class DeltaNet(_OfEngine):
