@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.positions import first_positions_of
 from kvx_core.desc.said_counts import said_counts
 from kvx_core.desc.states import HeldSection, StateFacts, StateSection
 from kvx_core.desc.tables import SeqLens
+from kvx_core.desc.tensors import read_array
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import FactsMismatchError, InvalidArgumentError
 from kvx_core.types import Axis
@@ -100,13 +102,14 @@ def require_state_tokens(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
     """Refuses states that do not stand for exactly the tokens that are there after a migration.
 
     A state of n tokens is never cut or extended. Reads lengths and starts on a device back.
-    Raises FactsMismatchError.
+    Raises FactsMismatchError, InvalidArgumentError.
     """
     has_facts = have_states(src.view)
     if not has_facts and src.view.state_tokens is None and dst.view.state_tokens is None:
         return
     lengths = np.maximum(SeqLens.of(seq_lens).to_numpy(), 0)
     for name, span in (("source", src), ("destination", dst)):
+        _require_places(name, span.view, lengths)
         given = span.view.state_tokens
         if given is None:
             if name == "source" and has_facts:
@@ -135,6 +138,23 @@ def require_state_tokens(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
                     "first_positions + seq_lens). A state belongs to a prefix of one length: move "
                     "all of its tokens"
                 ]
+            )
+
+
+def _require_places(name: str, view: CacheView, lengths: npt.NDArray[np.int64]) -> None:
+    """Refuses a sequence that moves without its state."""
+    mappings = {id(plane.slots): plane.slots for plane in view.planes if plane.state is not None}
+    for slots in mappings.values():
+        if slots is None or slots.token_count != len(lengths):
+            continue  # libkvx refuses another number of slots
+        host = slots.on_host()
+        found = read_array("slots", host.slots, lengths.shape, (1,), host.dtype, host.memory)
+        is_null = (found < 0) | (found == slots.invalid_slot)
+        absent = np.flatnonzero(is_null & (lengths > 0))
+        if len(absent):
+            raise InvalidArgumentError(
+                f"sequence {absent[0]} has no slot for its state at the {name}, expected one of 0 "
+                "or more: its tokens would move without their state"
             )
 
 

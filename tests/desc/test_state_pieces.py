@@ -125,6 +125,15 @@ def test_a_sequence_that_does_not_move_keeps_its_state() -> None:
     dst.check(full)
 
 
+@pytest.mark.parametrize("absent", ["src", "dst"])
+def test_a_sequence_does_not_move_without_its_state(absent: str) -> None:
+    slots = {"src": (2, 0), "dst": (2, 0)} | {absent: (1, -1)}
+    src, dst = (Rank(FAMILIES[3], Layout(), 0, 1, slots=slots[end]) for end in ("src", "dst"))
+    with pytest.raises(InvalidArgumentError, match="sequence 1 has no slot for its state at the"):
+        migrate(src.view(3), dst.view(), [3, 3])
+    migrate(src.view(3), dst.view(), [3, 0])  # of which no token moves
+
+
 class TestTheNumberOfTokens:
     """A state is never cut, never extended."""
 
