@@ -23,6 +23,7 @@ from kvx_adapters.vllm.nvfp4 import nvfp4_view
 from kvx_adapters.vllm.refusals import model_refusal, refusal
 from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
 from kvx_adapters.vllm.spec import LayerSpec
+from kvx_adapters.vllm.states import live_hybrid_span, state_view
 from kvx_adapters.vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "layer_groups",
     "layout_before_29",
     "live_block_table",
+    "live_hybrid_span",
     "live_span",
     "live_view",
     "loads_files",
@@ -52,5 +54,6 @@ __all__ = [
     "self_test_group",
     "seq_lens",
     "slot_mapping",
+    "state_view",
     "total_kv_heads",
 ]

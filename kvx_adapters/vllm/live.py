@@ -23,10 +23,10 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
     Raises UnsupportedError, InvalidArgumentError.
     Source: vllm 0.32 v1/worker/gpu_model_runner.py, initialize_kv_cache; v1/kv_cache_interface.py
     """
-    runner = _model_runner(llm)
+    runner = model_runner(llm)
     layers = runner.compilation_config.static_forward_context
     groups = layer_groups(
-        runner.kv_cache_config, layers, _vllm_version(llm), layout=layout_before_29()
+        runner.kv_cache_config, layers, vllm_version(llm), layout=layout_before_29()
     )
     if len(groups) != 1:
         raise UnsupportedError(
@@ -38,7 +38,7 @@ def live_view(llm: Any, *, fingerprint: str | None = None) -> CacheView:
     facts = cache_facts(
         llm.llm_engine.model_config,
         runner.model.modules(),
-        version=_vllm_version(llm),
+        version=vllm_version(llm),
         fingerprint=fingerprint,
         first_kv_head=0,
     )
@@ -62,7 +62,7 @@ def live_span(llm: Any, request_ids: Sequence[str], *, fingerprint: str | None =
     held = replace(
         view,
         outdated=partial(_outdated, scheduler, blocks),
-        holds=partial(_held, scheduler, ids),
+        holds=partial(held_tokens, scheduler, ids),
     )
     return held.at(table)
 
@@ -88,7 +88,7 @@ def _outdated(scheduler: Any, blocks: dict[str, list[int]]) -> str | None:
     return None
 
 
-def _held(scheduler: Any, request_ids: Sequence[str]) -> list[int]:
+def held_tokens(scheduler: Any, request_ids: Sequence[str]) -> list[int]:
     """The tokens that requests have computed; a step that is under way counts as not done."""
     found = [scheduler.requests[request_id] for request_id in request_ids]
     return [
@@ -112,7 +112,7 @@ def live_block_table(llm: Any, request_ids: Sequence[str]) -> BlockTable:
             f"request_ids has {gone[0]!r}, which is not an unfinished request. Pass the ids that "
             "add_request returned, before the request finishes: its blocks are then freed"
         )
-    runner = _model_runner(llm)
+    runner = model_runner(llm)
     name = runner.kv_cache_config.kv_cache_groups[0].layer_names[0]
     kernel_blocks = runner.compilation_config.static_forward_context[name].kv_cache.shape[0]
     return block_table(
@@ -147,9 +147,9 @@ def engine_core(llm: Any) -> Any:
     return core
 
 
-def _model_runner(llm: Any) -> Any:
+def model_runner(llm: Any) -> Any:
     return engine_core(llm).model_executor.driver_worker.worker.model_runner
 
 
-def _vllm_version(llm: Any) -> str:
+def vllm_version(llm: Any) -> str:
     return str(sys.modules[type(llm).__module__.partition(".")[0]].__version__)

@@ -1,0 +1,111 @@
+"""kvx_adapters.vllm on hybrid models: real engines in live_vllm_hybrid.py, refusals here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvx_adapters import vllm
+from kvx_adapters.vllm.states import _column
+from kvx_core import CacheView, InvalidArgumentError, UnsupportedError, migrate
+from tests.facts import SAME_MODEL
+
+GDN = {
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+@pytest.mark.parametrize("family", ["Qwen3Next", "GraniteMoeHybrid", "Lfm2"])
+def test_states_of_a_running_engine(family: str, tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent.parent
+    result = subprocess.run(
+        [sys.executable, root / "tests/adapters/live_vllm_hybrid.py", tmp_path, family],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.endswith("states as HF computed them\n")
+
+
+def pages(layout: str = "SD", columns: int = 3) -> list[torch.Tensor]:
+    """The convolution and state of a delta net in 5 blocks; in memory the state is [key, value]."""
+    conv = torch.randn(5, columns, 44) if layout == "SD" else torch.randn(5, 44, columns)
+    return [conv, torch.randn(5, 4, 5, 6)]
+
+
+def described(states: list[torch.Tensor], blocks: list[int], **given: Any) -> CacheView:
+    known: dict[str, Any] = {"config": GDN, "num_tokens": [7], "conv_layout": "SD", **given}
+    return vllm.state_view({2: states}, {2: blocks}, SAME_MODEL, **known)
+
+
+@pytest.mark.parametrize("there", ["SD", "DS"])
+@pytest.mark.parametrize("here", ["SD", "DS"])
+def test_layouts_of_convolutions(here: str, there: str) -> None:
+    src, dst = pages(here), pages(there)
+    ends = described(src, [3], conv_layout=here), described(dst, [1], conv_layout=there)
+    others = [tensor[[0, 2, 3, 4]].clone() for tensor in dst]
+    migrate(*ends, [7])
+    conv = [
+        one[block] if kind == "SD" else one[block].T
+        for one, block, kind in ((src[0], 3, here), (dst[0], 1, there))
+    ]
+    assert torch.equal(*conv)
+    assert torch.equal(src[1][3], dst[1][1])
+    assert all(torch.equal(a, b[[0, 2, 3, 4]]) for a, b in zip(others, dst, strict=True))
+
+
+def test_on_cpu_a_delta_net_has_its_keys_outermost() -> None:
+    conv, state = pages()
+    plane = described([conv, state], [3]).planes[1]
+    assert plane.shape == (5, 4, 6, 5)
+    assert plane.stride == (120, 30, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("states", "blocks", "given", "sentence"),
+    [
+        (pages(), [0], {}, r"block_ids of layer 2 are \[0\], expected 1 of 1 or more"),
+        (pages(), [1, 2], {}, r"block_ids of layer 2 are \[1, 2\], expected 1 of"),
+        (pages(columns=5), [1], {}, r"has 5 columns in layout SD, expected 3.*speculation"),
+        (pages(), [1], {"conv_layout": "DS"}, "has 44 columns in layout DS, expected 3"),
+        (pages(), [1], {"conv_layout": "NHD"}, "conv_layout is 'NHD', expected 'SD' or 'DS'"),
+        (pages()[:1], [1], {}, r"states\[2\] has 1 tensors, expected 2"),
+        (pages(), [1], {"num_ranks": 2}, "axis channel of the convolution of gdn has 44 entries"),
+        (pages(), [1], {"config": {"model_type": "x"}}, "whose recurrent state is not known"),
+    ],
+)
+def test_refusals(
+    states: list[torch.Tensor], blocks: list[int], given: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises((InvalidArgumentError, UnsupportedError), match=sentence):
+        described(states, blocks, **given)
+
+
+def test_the_column_of_a_running_state() -> None:
+    spec = SimpleNamespace(mamba_cache_mode="align", block_size=256, num_speculative_blocks=0)
+    assert [_column(spec, count) for count in (1, 256, 257, 512)] == [0, 0, 1, 1]
+    spec.mamba_cache_mode = "none"
+    assert _column(spec, 257) == 0
+    spec.mamba_cache_mode = "all"
+    with pytest.raises(UnsupportedError, match="mamba_cache_mode is 'all', expected 'none' or"):
+        _column(spec, 1)
+    spec.num_speculative_blocks = 1
+    with pytest.raises(UnsupportedError, match="the engine speculates, expected none"):
+        _column(spec, 1)
