@@ -635,7 +635,7 @@ def test_an_engine_of_several_groups_is_refused(
 
     monkeypatch.setattr(live, "layer_groups", lambda *_, **__: ("group",) * count)
     monkeypatch.setattr(live, "layout_before_29", lambda: None)
-    monkeypatch.setattr(live, "_vllm_version", lambda _: "0.32.0")
+    monkeypatch.setattr(live, "vllm_version", lambda _: "0.32.0")
     with pytest.raises(UnsupportedError) as raised:
         vllm.live_view(live_llm())
     assert str(raised.value) == (
