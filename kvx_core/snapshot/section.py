@@ -81,13 +81,6 @@ class Section:
                 f"section.view has layers with {[layer.num_kv_heads for layer in view.layers]} "
                 "heads, expected the same number in all. Make a section of each"
             )
-        first, end = self.heads
-        total = view.facts.total_kv_heads
-        if view.layers and total is not None and end > total:
-            raise InvalidArgumentError(
-                f"section.view.facts.total_kv_heads is {total}, expected at least {end}: the view "
-                f"has the KV heads {first} to {end - 1} of the model"
-            )
         self._check_rows()
         for layer, cache in zip(self.layers, view.layers, strict=False):
             for name, tensor in cache.tensors.items():
