@@ -136,7 +136,7 @@ def mlx_step(family: str, found: Any, tokens: torch.Tensor) -> Any:
 def test_both_engines_compute_the_same_states(family: str) -> None:
     tokens = prompt(ROWS, CUT)
     src, dst = hf_cache(family, tokens), prefilled(family, tokens)
-    found = verify(hf_view(family, src), mlx_view(family, dst), [CUT] * ROWS, tolerance=5e-4)
+    found = verify(hf_view(family, src), mlx_view(family, dst), [CUT] * ROWS, tolerance=2e-3)
     assert found, str(found)
 
 
@@ -147,7 +147,7 @@ def test_from_transformers_to_mlx(family: str) -> None:
     migrate(hf_view(family, src), mlx_view(family, dst), [CUT] * ROWS)
     assert verify(hf_view(family, src), mlx_view(family, dst), [CUT] * ROWS)
     found = step_by_step(partial(mlx_step, family, dst), tokens)
-    np.testing.assert_allclose(found, logits_of(family, tokens), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, logits_of(family, tokens), atol=1e-3, rtol=0)
 
 
 @every_family
@@ -159,7 +159,7 @@ def test_from_mlx_to_transformers(family: str) -> None:
         found = step_by_step(
             lambda one: hybrid_model(family)(input_ids=one, past_key_values=dst).logits, tokens
         )
-    np.testing.assert_allclose(found, logits_of(family, tokens), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, logits_of(family, tokens), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "GraniteMoeHybrid", "Lfm2"])

@@ -78,7 +78,7 @@ def test_a_conversation_goes_on_in_another_cache(family: str, kinds: tuple[str, 
     migrate(view(family, src), view(family, dst), [CUT] * ROWS)
     assert verify(view(family, src), view(family, dst), [CUT] * ROWS)
     went_on = logits(family, dst, tokens[:, CUT:])
-    torch.testing.assert_close(went_on, logits(family, src, tokens[:, CUT:]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(went_on, logits(family, src, tokens[:, CUT:]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "GraniteMoeHybrid", "Lfm2", "Jamba"])
@@ -128,7 +128,7 @@ def test_a_padded_batch() -> None:
         dst = reserved(family, length, rows=1)
         migrate(one.at(**at), view(family, dst), [length])
         unpadded = prefilled(family, tokens[row : row + 1, :length])
-        assert verify(view(family, unpadded), view(family, dst), [length], tolerance=1e-5)
+        assert verify(view(family, unpadded), view(family, dst), [length], tolerance=1e-3)
     assert span.view.state_tokens == lengths
 
 
