@@ -9,7 +9,7 @@ from typing import Any
 
 from kvx_adapters.vllm_plugin.spoilt import SpoiltBlocks
 from kvx_adapters.vllm_plugin.steps import StepPlan
-from kvx_core.connector.plan import BlockIds, Save
+from kvx_core.connector.plan import BlockIds, RequestId, Save
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.weights import Report
 
@@ -66,7 +66,15 @@ class SchedulerHalf(Policy):
 
         Only models with one group of layers have such reports.
         """
-        self._spoilt.failed(block_ids)
+        if block_ids:
+            self._spoilt.failed(block_ids)
+            for request_id, tracked in self._tracked.items():
+                self._spoilt.gets(request_id, 0, tracked.block_ids[0])
+
+    def ended(self, request_id: RequestId) -> None:
+        """Forgets all about a request that has ended."""
+        Policy.ended(self, request_id)
+        self._spoilt.ends(request_id)
 
     def plan_saves(self, output: Any) -> None:
         """Plans the saves of a step. output: vLLM's SchedulerOutput, which describes the step"""
@@ -112,9 +120,9 @@ class SchedulerHalf(Policy):
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        earlier = [] if are_new else tracked.block_ids[0]
-        ids = [*earlier, *(block_ids[0] if block_ids else ())]
-        if self._spoilt.computes(ids, start, stop):
+        if block_ids:
+            self._spoilt.gets(request_id, 0 if are_new else len(tracked.block_ids[0]), block_ids[0])
+        if self._spoilt.computes(request_id, start, stop):
             self.forget(request_id)
 
     def _count(self, request: Any) -> None:

@@ -16,11 +16,11 @@ def test_a_block_that_nobody_computed_is_read() -> None:
     assert not spoilt
     spoilt.failed([3, 5])
     assert spoilt
-    assert not spoilt.computes([1, 2], 0, 12)
-    assert spoilt.computes([1, 3, 4], 16, 20)  # after a hit of two blocks
-    assert not spoilt.computes([3], 0, 8)
-    assert not spoilt.computes([1, 3, 4], 16, 20)
-    assert spoilt.computes([5, 6], 8, 9)
+    assert not computes(spoilt, [1, 2], 0, 12)
+    assert computes(spoilt, [1, 3, 4], 16, 20)  # after a hit of two blocks
+    assert not computes(spoilt, [3], 0, 8)
+    assert not computes(spoilt, [1, 3, 4], 16, 20)
+    assert computes(spoilt, [5, 6], 8, 9)
     spoilt.loads([9, 5], 8, 16)
     assert not spoilt
 
@@ -28,10 +28,31 @@ def test_a_block_that_nobody_computed_is_read() -> None:
 def test_a_block_that_is_computed_in_parts() -> None:
     spoilt = SpoiltBlocks(SIZE)
     spoilt.failed([3])
-    assert not spoilt.computes([3], 0, 5)
-    assert spoilt.computes([3, 4], 8, 9), "its last three tokens are not computed"
-    assert not spoilt.computes([3], 5, 8)
+    assert not computes(spoilt, [3], 0, 5)
+    assert computes(spoilt, [3, 4], 8, 9), "its last three tokens are not computed"
+    assert not computes(spoilt, [3], 5, 8)
     assert not spoilt
+
+
+def test_blocks_come_one_by_one() -> None:
+    spoilt = SpoiltBlocks(SIZE)
+    spoilt.failed([3])
+    spoilt.gets("r", 0, [1])
+    spoilt.gets("r", 1, [3])
+    assert not spoilt.computes("r", 4, SIZE)  # before it
+    assert not spoilt.computes("r", SIZE, SIZE + 2)
+    assert not spoilt.computes("r", SIZE + 2, SIZE + 3)
+    spoilt.failed([1])
+    spoilt.gets("r", 0, [1, 3])
+    assert spoilt.computes("r", SIZE + 3, SIZE + 4)
+    spoilt.ends("r")
+    assert not spoilt.computes("r", SIZE + 3, SIZE + 4)
+
+
+def computes(spoilt: SpoiltBlocks, block_ids: list[int], start: int, stop: int) -> bool:
+    """A step of a request that has these blocks."""
+    spoilt.gets("request", 0, block_ids)
+    return spoilt.computes("request", start, stop)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -51,7 +72,7 @@ def test_against_tokens(seed: int) -> None:
             good[blocks[1]] = [True] * SIZE
         else:
             read = [good[blocks[i // SIZE]][i % SIZE] for i in range(start)]
-            told = spoilt.computes(blocks, start, stop)
+            told = computes(spoilt, blocks, start, stop)
             assert told is not all(read)
             for i in range(start, stop):
                 block = good[blocks[i // SIZE]]
