@@ -46,11 +46,6 @@ class _Shared(NamedTuple):
 _Sections = dict[tuple[int, bool, str], _End]
 
 
-def have_states(view: CacheView) -> bool:
-    """Whether planes of the view have StateFacts."""
-    return any(plane.state is not None for plane in view.planes)
-
-
 def matched_states(src: CacheSpan, dst: CacheSpan, *, convert: bool) -> tuple[CacheSpan, CacheSpan]:
     """The ends with pieces in place of planes that have StateFacts.
 
@@ -59,7 +54,7 @@ def matched_states(src: CacheSpan, dst: CacheSpan, *, convert: bool) -> tuple[Ca
     Copies nothing. Raises FactsMismatchError with every reason why a copy would not mean the same,
     InvalidArgumentError where the two ends share nothing that could move.
     """
-    if not (have_states(src.view) or have_states(dst.view)):
+    if not (src.view.has_states or dst.view.has_states):
         return src, dst
     for name, end in (("src", src), ("dst", dst)):
         _require_slots(name, end)
@@ -104,7 +99,7 @@ def require_state_tokens(src: CacheSpan, dst: CacheSpan, seq_lens: Any) -> None:
     A state of n tokens is never cut or extended. Reads lengths and starts on a device back.
     Raises FactsMismatchError, InvalidArgumentError.
     """
-    has_facts = have_states(src.view)
+    has_facts = src.view.has_states
     if not has_facts and src.view.state_tokens is None and dst.view.state_tokens is None:
         return
     lengths = np.maximum(SeqLens.of(seq_lens).to_numpy(), 0)

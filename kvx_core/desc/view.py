@@ -58,14 +58,14 @@ class CacheView:
     # None: every token that the view describes. See kvx_core.ops.holds
     holds: Callable[[], int | Sequence[int]] | None = field(default=None, compare=False)
     planes: tuple[Plane, ...] = ()  # beside the layers, or instead of them
+    # Zero points of U8_ZERO and U8_BIAS, or the scale of a tensor of F4_E2M1. Spec: E.14, E.18
+    k_zeros: tuple[ScaleDesc | None, ...] | None = None
+    v_zeros: tuple[ScaleDesc | None, ...] | None = None
     # How many tokens of each sequence its states stand for: a number for all or one per sequence.
     # A function is asked before each use. Views whose planes have StateFacts need it as a source.
     state_tokens: Callable[[], int | Sequence[int]] | int | Sequence[int] | None = field(
         default=None, compare=False
     )
-    # Zero points of U8_ZERO and U8_BIAS, or the scale of a tensor of F4_E2M1. Spec: E.14, E.18
-    k_zeros: tuple[ScaleDesc | None, ...] | None = None
-    v_zeros: tuple[ScaleDesc | None, ...] | None = None
     _layers: Any = field(init=False, compare=False)  # the C arrays, built once
     _k_scales: Any = field(init=False, compare=False)
     _v_scales: Any = field(init=False, compare=False)
@@ -74,6 +74,7 @@ class CacheView:
     _planes: Any = field(init=False, compare=False)
     # Computed once: a migration of few tokens takes less time than a loop over all layers.
     read_only: dict[str, Borrowed] = field(init=False, compare=False)  # by name
+    has_states: bool = field(init=False, compare=False)  # planes have StateFacts
     _bytes: dict[int, int] = field(init=False, compare=False)  # by num_heads; 0: all
     _held: bound.Held | None = field(init=False, compare=False, default=None)
 
@@ -95,6 +96,7 @@ class CacheView:
             scales = getattr(self, name)
             set_(f"_{name}", None if scales is None else self._scales_to_c(name, scales))
         set_("planes", list_of("planes", self.planes, Plane, "Plane, see Plane.of"))
+        set_("has_states", any(plane.state is not None for plane in self.planes))
         planes = [plane.to_c() for plane in self.planes]
         set_("_planes", abi.pointer_array(planes, abi.kvx_plane_t))
         tensors: dict[str, Borrowed] = {

@@ -89,7 +89,7 @@ class Section:
                         f"section.encoding is {self.encoding!r} and {name} of layer {layer} is "
                         f"{tensor.dtype.name}, expected U8 for opaque bytes and only for them"
                     )
-        if any(plane.state is not None for plane in view.planes):
+        if view.has_states:
             view = replace(
                 view,
                 planes=tuple(
