@@ -73,6 +73,12 @@ def check_sections(sections: Sequence[Section], format: StorageFormat, carried: 
         wrong = compare(section.view.facts, section.view.facts, same_model=True).reasons
         if wrong:
             raise InvalidArgumentError(wrong[0])
+        total, (first, end) = section.view.facts.total_kv_heads, section.heads
+        if section.view.layers and total is not None and end > total:
+            raise InvalidArgumentError(
+                f"section.view.facts.total_kv_heads is {total}, expected at least {end}: the view "
+                f"has the KV heads {first} to {end - 1} of the model"
+            )
         format.check(section)
 
 

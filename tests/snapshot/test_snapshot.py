@@ -354,6 +354,13 @@ def test_null_blocks_are_skipped_where_it_is_restored(tmp_path: Path) -> None:
     assert_same_bytes(dst, expected)
 
 
+def test_more_heads_than_the_model_has_are_not_captured() -> None:
+    """A cache of fewer would take a part of them without a word."""
+    section = section_of(small(), (0, 1), [3, 1], heads=(1, 2))
+    with pytest.raises(InvalidArgumentError, match="total_kv_heads is 2, expected at least 3"):
+        Snapshot.capture(range(7), [section])
+
+
 def test_a_table_that_is_too_short_is_refused() -> None:
     with pytest.raises(OutOfRangeError, match="holds 8 tokens, expected at least 9"):
         capture(small(), [3, 1], 9)
