@@ -14,6 +14,15 @@ import numpy as np
 from kvx_core import CacheFacts, CacheView, Plane, StateFacts, StateSection
 
 SENTINEL = 0x5A
+# The config.json of a delta net whose states are no squares: 4 heads of 6 x 5.
+GDN_CONFIG = {
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
 FACTS = CacheFacts(
     engine="test", fingerprint="model", rotary="none", rotary_dim=0, rope_applied=False
 )

@@ -28,6 +28,8 @@ from kvx_core.argument_checks import int64s, integer
 from kvx_core.desc.facts import first_layer_of
 from kvx_core.model.recurrent import RecurrentState, recurrent_state
 
+# Caches of tokens that lie in order, as many in each row.
+_IN_ORDER = ("KVCache", "QuantizedKVCache")
 _CONV = ("block", "time", "channel")
 # The axes of the recurrent state, of the kinds that were run.
 _STATE = {
@@ -54,8 +56,8 @@ def hybrid_view(
             or state have no cache (Nemotron-H) need it
     rows:   of the batch, one for each sequence that a table names: view.at(block_table=[[row]])
             says where tokens are, and not where states are. None: all, in order
-    The states stand for as many tokens as the keys and values. The view is valid until the next
-    step.
+    The states stand for as many tokens as the keys and values: a KVCache that was trimmed by itself
+    is not seen (mlx-lm trims no prompt cache with states). The view is valid until the next step.
     Raises UnsupportedError, InvalidArgumentError.
     """
     parts = list(_parts(cache, layers))
@@ -64,6 +66,13 @@ def hybrid_view(
         raise InvalidArgumentError(
             "cache has no layer with keys and values, expected some. Use state_view"
         )
+    for i, part in attention:
+        if type(part).__name__ not in _IN_ORDER:
+            raise UnsupportedError(
+                f"cache[{i}] is a {type(part).__name__}, expected {' or '.join(_IN_ORDER)}: tokens "
+                "of others are no run from the first on. Move them by span, and the states by "
+                "state_view in a call of their own"
+            )
     indices = [i for i, _ in attention]
     facts = replace(facts, num_layers=len(indices), first_layer=first_layer_of(indices))
     view = cache_view([part for _, part in attention], facts)

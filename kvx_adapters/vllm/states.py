@@ -133,7 +133,9 @@ def live_hybrid_span(
     """Unfinished requests of a hybrid model in an engine that runs in this process: their tokens
     and their states, one end of a migration.
 
-    llm, request_ids, fingerprint: as for `live_span`. One group of layers has attention
+    llm:         with VLLM_ENABLE_V1_MULTIPROCESSING=0 and async_scheduling=False, one rank, one
+                 group of layers with attention
+    request_ids, fingerprint: as for `live_span`
     At each use a request that has computed other tokens since, or lies in other blocks, is refused:
     make a new span after each step.
     Raises UnsupportedError, InvalidArgumentError.
@@ -146,6 +148,11 @@ def live_hybrid_span(
         raise UnsupportedError(
             f"the engine has {len(groups)} KV cache groups, {len(attention)} of them with keys and "
             "values, expected one of these and some with states. Use live_span for others"
+        )
+    if getattr(llm.llm_engine.vllm_config.scheduler_config, "async_scheduling", False):
+        raise UnsupportedError(
+            "async_scheduling is True, expected False: a step that is under way changes the states "
+            "in place. Start vLLM with async_scheduling=False"
         )
     (index,) = attention
     layers = runner.compilation_config.static_forward_context

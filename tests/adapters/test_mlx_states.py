@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from kvx_adapters import mlx as adapter
@@ -239,6 +239,13 @@ def test_a_state_is_never_cut() -> None:
 
 
 class TestRefusals:
+    def test_tokens_that_lie_in_a_ring(self) -> None:
+        """A view of rows from their first slot on would take them in another order."""
+        found = prefilled("Lfm2", prompt(ROWS, 5))
+        found[1] = RotatingKVCache(8)
+        with pytest.raises(UnsupportedError, match=r"cache\[1\] is a RotatingKVCache, expected KV"):
+            mlx_view("Lfm2", found)
+
     def test_padding(self) -> None:
         found = prefilled("Lfm2", prompt(ROWS, 5))
         found[0].left_padding = mx.array([0, 1])

@@ -26,6 +26,7 @@ from tests import sglang_wheel as wheel
 from tests.documents import Document
 from tests.facts import SAME_MODEL
 from tests.sglang_pools import SEEDS, SENTINEL, bytes_of, filled, random_rows
+from tests.states import GDN_CONFIG as GDN
 from tests.ways_out import WayOut, leads_out
 
 every_seed = pytest.mark.parametrize("seed", SEEDS)
@@ -53,14 +54,6 @@ MAMBA2 = {
     "n_groups": 1,
     "state_size": 7,
     "conv_kernel": 4,
-}
-GDN = {
-    "model_type": "qwen3_next",
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
 }
 
 

@@ -7,8 +7,6 @@ backends and versions are in test_vllm_pages.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,6 +47,7 @@ from tests.fakes.vllm import (
     random_tokens,
     some_slots,
 )
+from tests.native import ROOT, run
 from tests.ways_out import WayOut, leads_out
 
 Views = Callable[[LayerSpec], tuple[Tensor, list[Tensor]]]
@@ -559,17 +558,10 @@ def test_kernel_blocks_per_block_must_be_positive() -> None:
 def test_live_engine(kv_cache_dtype: str, tmp_path: Path) -> None:
     if kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's FP8 cache on CPU needs AVX-512")
-    root = Path(__file__).parent.parent.parent
-    result = subprocess.run(
-        [sys.executable, root / "tests/adapters/live_vllm.py", tmp_path, kv_cache_dtype],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("as HF computed them\n")
+    script = ROOT / "tests/adapters/live_vllm.py"
+    command = [sys.executable, script, tmp_path, kv_cache_dtype]
+    said = run(command, env={"PYTHONPATH": str(ROOT)}, timeout=300)
+    assert "as HF computed them\n" in said
 
 
 def test_an_engine_in_another_process_is_refused() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +27,7 @@ from tests.fakes.vllm import (
     make_spec,
     needs_cpu_op,
 )
+from tests.native import ROOT, run
 
 
 def cpu_spec(**fields: Any) -> vllm.LayerSpec:
@@ -409,16 +407,8 @@ def test_both_writes_of_a_group_are_tried(broken: str) -> None:
     not is_vllm_for_cpu() or find_spec("triton") is None, reason="vllm or triton is not installed"
 )
 def test_triton_kernels_pass() -> None:
-    root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, root / "tests/adapters/triton_vllm.py"],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    script = ROOT / "tests/adapters/triton_vllm.py"
+    said = run([sys.executable, script], env={"PYTHONPATH": str(ROOT)}, timeout=300)
     for told in (
         "TRITON_ATTN auto torch.bfloat16 BHLNC: as vLLM wrote it",
         "TRITON_ATTN fp8_per_token_head torch.uint8 LHBNC: as vLLM wrote it",
@@ -426,4 +416,4 @@ def test_triton_kernels_pass() -> None:
         "TRITON_ATTN_DIFFKV auto torch.bfloat16 LBHNC: as vLLM wrote it",
         "ROCM_ATTN auto torch.bfloat16 LBHNC: as vLLM wrote it",
     ):
-        assert told in result.stdout
+        assert told in said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,34 +12,21 @@ import pytest
 import torch
 
 from kvx_adapters import vllm
-from kvx_adapters.vllm.states import _column
+from kvx_adapters.vllm import states as of_states
 from kvx_core import CacheView, InvalidArgumentError, UnsupportedError, migrate
 from tests.facts import SAME_MODEL
-
-GDN = {
-    "model_type": "qwen3_next",
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
-}
+from tests.native import ROOT, run
+from tests.states import GDN_CONFIG as GDN
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 @pytest.mark.parametrize("family", ["Qwen3Next", "GraniteMoeHybrid", "Lfm2"])
 def test_states_of_a_running_engine(family: str, tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent.parent
-    result = subprocess.run(
-        [sys.executable, root / "tests/adapters/live_vllm_hybrid.py", tmp_path, family],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    script = ROOT / "tests/adapters/live_vllm_hybrid.py"
+    said = run(
+        [sys.executable, script, tmp_path, family], env={"PYTHONPATH": str(ROOT)}, timeout=300
     )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.endswith("states as HF computed them\n")
+    assert "states as HF computed them\n" in said
 
 
 def pages(layout: str = "SD", columns: int = 3) -> list[torch.Tensor]:
@@ -98,14 +83,35 @@ def test_refusals(
         described(states, blocks, **given)
 
 
+@pytest.mark.parametrize(
+    ("specs", "is_async", "sentence"),
+    [
+        (["FullAttentionSpec", "MambaSpec"], True, "async_scheduling is True, expected False"),
+        (["FullAttentionSpec"], False, "has 1 KV cache groups, 1 of them with keys and values"),
+        (["MambaSpec"], False, "has 1 KV cache groups, 0 of them"),
+    ],
+)
+def test_engines_that_are_refused(
+    specs: list[str], is_async: bool, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [SimpleNamespace(kv_cache_spec=type(name, (), {})()) for name in specs]
+    runner = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups))
+    monkeypatch.setattr(of_states, "model_runner", lambda llm: runner)
+    monkeypatch.setattr(of_states, "engine_core", lambda llm: SimpleNamespace(scheduler=None))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    with pytest.raises(UnsupportedError, match=sentence):
+        vllm.live_hybrid_span(llm, ["0"])
+
+
 def test_the_column_of_a_running_state() -> None:
     spec = SimpleNamespace(mamba_cache_mode="align", block_size=256, num_speculative_blocks=0)
-    assert [_column(spec, count) for count in (1, 256, 257, 512)] == [0, 0, 1, 1]
+    assert [of_states._column(spec, count) for count in (1, 256, 257, 512)] == [0, 0, 1, 1]
     spec.mamba_cache_mode = "none"
-    assert _column(spec, 257) == 0
+    assert of_states._column(spec, 257) == 0
     spec.mamba_cache_mode = "all"
     with pytest.raises(UnsupportedError, match="mamba_cache_mode is 'all', expected 'none' or"):
-        _column(spec, 1)
+        of_states._column(spec, 1)
     spec.num_speculative_blocks = 1
     with pytest.raises(UnsupportedError, match="the engine speculates, expected none"):
-        _column(spec, 1)
+        of_states._column(spec, 1)
