@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ def state_view(
     facts: CacheFacts,
     *,
     config: Any = None,
-    num_tokens: Rows | None = None,
+    num_tokens: Rows | Callable[[], Sequence[int]] | None = None,
     rank: int = 0,
     num_ranks: int = 1,
 ) -> CacheView:
@@ -51,7 +52,9 @@ def state_view(
     facts:      of the model
     config:     of the model: says what a state is made of, so that other engines and other numbers
                 of ranks take it. None: a MambaPool of the same model and as many ranks takes it
-    num_tokens: (num_requests,): how many tokens each state stands for; with a config it is needed
+    num_tokens: (num_requests,): how many tokens each state stands for; with a config it is needed.
+                Steps change states in place: numbers are those of this moment, make a new view
+                after a step; a function is asked before each use
     rank, num_ranks: of attention's tensor parallelism
     A migration moves a state whole if tokens of its request move. To move K and V in the same call:
     view.beside(state_view(...)).
@@ -100,11 +103,15 @@ def state_view(
             else:
                 found = tensor[i, :, :, 0] if meaning[0] == _STATE["mamba1"] else tensor[i]
                 planes.append(Plane.of_state(found, *meaning, layer, **where))
-    counts = None if num_tokens is None else numbers("num_tokens", num_tokens)
-    if counts is not None and len(counts) != len(chosen):
-        raise InvalidArgumentError(
-            f"num_tokens has {len(counts)} numbers, expected {len(chosen)}, one per slot"
-        )
+    counts: Callable[[], Sequence[int]] | Sequence[int] | None = None
+    if callable(num_tokens):
+        counts = num_tokens
+    elif num_tokens is not None:
+        counts = numbers("num_tokens", num_tokens)
+        if len(counts) != len(chosen):
+            raise InvalidArgumentError(
+                f"num_tokens has {len(counts)} numbers, expected {len(chosen)}, one per slot"
+            )
     return CacheView(
         (),
         facts,

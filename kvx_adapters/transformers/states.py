@@ -8,7 +8,7 @@ Source: transformers 5.19 cache_utils.py, LinearAttentionLayer; the models' mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,8 +65,8 @@ def hybrid_view(
         outdated=partial(outdated, parts, described, indices),
         holds=partial(num_held, parts),
     )
-    counted = state_view(cache, model, view.facts, num_tokens=num_held(parts), rows=rows)
-    return view.beside(replace(counted, state_tokens=partial(num_held, parts)))
+    held = partial(num_held, parts)
+    return view.beside(state_view(cache, model, view.facts, num_tokens=held, rows=rows))
 
 
 def state_view(
@@ -74,14 +74,16 @@ def state_view(
     model: Any,
     facts: CacheFacts,
     *,
-    num_tokens: int,
+    num_tokens: int | Callable[[], int],
     rows: Sequence[int] | None = None,
 ) -> CacheView:
     """The states of the recurrent layers, zero-copy: a dense view of planes, without K and V.
 
     cache:      a DynamicCache or StaticCache; layers without a state are left out
     model:      says what a state is made of
-    num_tokens: that the states stand for: of all rows
+    num_tokens: that the states stand for: of all rows. Steps change states in place, and a cache
+                without keys does not count: a number is that of this moment, make a new view after
+                a step; a function is asked before each use
     rows:       as for `hybrid_view`
     Raises UnsupportedError, InvalidArgumentError.
     """
@@ -100,7 +102,7 @@ def state_view(
         planes=tuple(planes),
         dense=True,
         outdated=partial(_outdated, parts, [_tensors(part) for part in parts]),
-        state_tokens=integer("num_tokens", num_tokens, 1),
+        state_tokens=num_tokens if callable(num_tokens) else integer("num_tokens", num_tokens, 1),
     )
 
 

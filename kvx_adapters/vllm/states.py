@@ -61,7 +61,8 @@ def state_view(
     block_ids:   of each of these layers, the block of each request's running state
     facts:       of the model
     config:      model_config.hf_text_config: says what a state is made of
-    num_tokens:  that each state stands for
+    num_tokens:  that each state stands for, now: a step changes states in place, and makes another
+                 block the running one. Make a new view after each
     conv_layout: "SD", vLLM's default, or "DS": VLLM_SSM_CONV_STATE_LAYOUT of this process
     rank, num_ranks: of tensor parallelism
     On CPU the state of a gated delta net is [key, value] in memory, whatever its shape says.

@@ -185,6 +185,13 @@ def test_what_is_known_of_states() -> None:
     a = sglang.state_view(pool, [2], SAME_MODEL, config=MAMBA2, num_tokens=[9])
     with pytest.raises(FactsMismatchError, match="stand for 9 tokens at the source"):
         migrate(a, sglang.state_view(pool, [3], SAME_MODEL, config=MAMBA2), [8])
+    counts = [9]
+    asked = sglang.state_view(pool, [2], SAME_MODEL, config=MAMBA2, num_tokens=lambda: counts)
+    there = sglang.state_view(pool, [3], SAME_MODEL, config=MAMBA2)
+    migrate(asked, there, [9])
+    counts[0] = 10  # the request goes on
+    with pytest.raises(FactsMismatchError, match="stand for 10 tokens at the source"):
+        migrate(asked, there, [9])
     with pytest.raises(FactsMismatchError, match="at one end alone"):
         migrate(a, sglang.state_view(pool, [3], SAME_MODEL), [9])
     with pytest.raises(InvalidArgumentError, match="num_tokens has 2 numbers, expected 1, one per"):
