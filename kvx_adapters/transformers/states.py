@@ -57,15 +57,14 @@ def hybrid_view(
             "cache has no layer with keys and values, expected some. Use state_view"
         )
     indices, parts = zip(*attention, strict=True)
-    described = tuple(map(layer_desc, parts))
+    described, held = tuple(map(layer_desc, parts)), partial(num_held, parts)
     view = CacheView(
         described,
         replace(facts, num_layers=len(indices), first_layer=first_layer_of(indices)),
         dense=True,
         outdated=partial(outdated, parts, described, indices),
-        holds=partial(num_held, parts),
+        holds=held,
     )
-    held = partial(num_held, parts)
     return view.beside(state_view(cache, model, view.facts, num_tokens=held, rows=rows))
 
 
