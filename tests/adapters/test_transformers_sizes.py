@@ -165,15 +165,25 @@ def test_a_model_whose_sizes_are_in_its_code_is_run_once() -> None:
 
 
 @pytest.mark.parametrize("with_config", [True, False])
-def test_a_model_of_which_some_layers_keep_states_has_no_room(with_config: bool) -> None:
-    model = make_model("Lfm2", layer_types=["conv", "full_attention", "conv"])
-    cache = transformers.DynamicCache(**({"config": model.config} if with_config else {}))
+def test_a_model_of_which_some_layers_keep_an_image_has_no_room(with_config: bool) -> None:
+    config = transformers.MllamaTextConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        cross_attention_layers=[1],
+        pad_token_id=None,
+    )
+    model = transformers.MllamaForCausalLM(config).eval()
+    cache = transformers.DynamicCache(**({"config": config} if with_config else {}))
     with pytest.raises(UnsupportedError) as raised:
         hf.reserve(cache, model, batch_size=1, num_tokens=3)
     assert str(raised.value) == (
-        "Lfm2ForCausalLM has keys and values of tokens in the layers [1] alone, expected them in "
-        "all: the others keep states or an image's, for which a cache has no room before a prompt. "
-        "Run the prompt in this model"
+        "MllamaForCausalLM has keys and values of tokens in the layers [0, 2] alone, expected them "
+        "or states in all: the others keep an image's, for which a cache has no room before a "
+        "prompt. Run the prompt in this model"
     )
     assert cache.get_seq_length() == 0
 

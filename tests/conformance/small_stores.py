@@ -330,8 +330,12 @@ class KnowsNoSalt(Sound):
 
 @fails("requests.the_same_salt_shares")
 class SaltsWithItself(Sound):
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.own = os.urandom(8).hex()
+        super().__init__(folder, identity)
+
     def request_key(self, request: Request) -> list[Any]:
-        return [*super().request_key(request), request.salt and id(self)]
+        return [*super().request_key(request), request.salt and self.own]
 
 
 @fails("requests.who_wants_nothing_stored_gets_nothing")

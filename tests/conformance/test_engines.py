@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from kvx_conformance import memory
 from kvx_conformance.case import Outcome
 from kvx_conformance.subjects import cases_of
 from kvx_conformance.worker import outcome_of
-from kvx_core import Verification, migrate
+from kvx_core import CacheView, Verification, migrate
 from tests.conformance import doubles, faults_of_meaning, faults_of_places
 from tests.native import hostgrid_library
 
@@ -183,11 +184,14 @@ def test_an_engine_on_a_device_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 @SLOW
 def test_states_that_stay_behind_are_found() -> None:
     """In a hybrid model of HF transformers."""
+    from kvx_adapters import transformers as adapter
     from kvx_conformance.engines import hf_hybrids
 
     class LosesStates(hf_hybrids.ShortConvolution):
-        def states(self) -> Any:
-            return [(layer, role, memory.clone()) for layer, role, memory in super().states()]
+        def state_view(self) -> CacheView:
+            """Of a copy: what is restored goes there."""
+            copied = copy.deepcopy(self.dynamic)
+            return adapter.state_view(copied, self.model(), self.facts(), num_tokens=len(self.ids))
 
     outcome, why = outcome_of(CASES["states.a_state_goes_on_alike"], LosesStates())
     assert outcome is Outcome.WRONG, why

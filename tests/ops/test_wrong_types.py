@@ -976,12 +976,37 @@ def calls() -> dict[str, Case]:
             },
             {"num_kv_heads": ""},
         ),
+        **state_calls(),
         **block_calls(),
         **encoding_calls(),
         **store_calls(),
         **at_rest_calls(Path(tempfile.mkdtemp())),
         "set_num_threads": case(kvx.set_num_threads, {"num_threads": 0}, {"num_threads": INTS}),
         "use_openmp": case(kvx.use_openmp, {"enable": False}, {"enable": {"bool"}}),
+    }
+
+
+def state_calls() -> dict[str, Case]:
+    """What describes the states of recurrent layers."""
+    sections = [kvx.StateSection("q", 4), kvx.StateSection("k", 4), kvx.StateSection("v", 8)]
+    return {
+        "StateSection": case(
+            kvx.StateSection,
+            {"name": "q", "width": 4, "replicated": False},
+            {"name": {"str"}, "width": INTS, "replicated": {"bool"}},
+        ),
+        "StateFacts": case(
+            kvx.StateFacts,
+            {"kind": "gdn", "sections": sections, "rank": 0, "num_ranks": 2}
+            | {"num_columns": 3, "first_column": 0, "newest_first": False},
+            {
+                "rank": UP_TO_1,
+                "num_ranks": UP_TO_1,
+                "num_columns": INTS | OPTIONAL,
+                "first_column": INTS,
+                "newest_first": {"bool"},
+            },
+        ),
     }
 
 
