@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,6 +43,7 @@ class Save:
     tokens: npt.NDArray[np.int64]  # from `start` on
     block_ids: BlockIds
     final: bool = False  # the request has finished; its blocks stay until this save
+    has_states: bool = True  # False: the blocks hold the states after other tokens than these
 
     @property
     def stop(self) -> int:
@@ -74,3 +75,11 @@ class Plan:
     is_idle: bool = False  # the step has no forward pass
     generation: int = 0
     stamp: Stamp | None = START  # None: unknown to the scheduler
+
+    def put(self, save: Save) -> None:
+        """Adds a save of states. One of its request that ends there too gets its states."""
+        for i, other in enumerate(self.saves):
+            if (other.request_id, other.stop) == (save.request_id, save.stop):
+                self.saves[i] = replace(other, block_ids=save.block_ids, has_states=True)
+                return
+        self.saves.append(save)

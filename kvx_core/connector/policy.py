@@ -17,58 +17,20 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import FIRST, Epoch, Epochs
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, Save, Scope, ScopedStores
+from kvx_core.connector.requests import Found, Request, Tracked, copied
 from kvx_core.connector.spread import SaveBudget
+from kvx_core.connector.state_positions import StatePositions
 from kvx_core.stores.index import Index
 from kvx_core.stores.match import Match
 from kvx_core.stores.token_chain import TokenChain
 
 _MOST_HASHED_TOKENS = 1024  # of a request, by a step, if no thread has hashed them
 _IDLE_STEP_SECONDS = 0.005  # the wait for lookups in a step without a forward pass
-
-
-class Request(Protocol):
-    """The attributes of an engine's request that a Policy reads."""
-
-    @property
-    def request_id(self) -> RequestId: ...
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The prompt and the generated tokens; grows as the engine accepts tokens."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request that has blocks."""
-
-    request: Request
-    scope: Scope  # of the time when it got its first blocks
-    epoch: Epoch  # of the same time
-    block_ids: BlockIds
-    hold: int  # saves begin when the request has more tokens than this
-    saved: int = 0  # as many first tokens are stored or need no save
-    has_gap: bool = False  # a sliding window left tokens before they were saved
-    is_prepared: bool = False  # a thread was asked to compute its keys
-
-
-@dataclass(slots=True)
-class _Found:
-    """The result of a request's lookup, kept until the engine allocates blocks."""
-
-    match: Match
-    num_tokens: int  # the request's tokens when it was looked up
-    scope: Scope
-    start: int = 0  # the number of tokens that the engine already has
 
 
 @dataclass(slots=True)
@@ -91,9 +53,10 @@ class Policy:
     window: int = 0  # the shortest sliding window of any group of layers; 0: none
     spread: SaveBudget | None = None  # None: a step saves all tokens that it completes
     others_fill: bool = False  # another connector may load into blocks
+    states: StatePositions | None = None  # None: where saves end, if sections say they are of there
     epochs: Epochs = field(default_factory=Epochs)
-    _tracked: dict[RequestId, _Tracked] = field(default_factory=dict)
-    _lookups: dict[RequestId, _Found] = field(default_factory=dict)
+    _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
+    _lookups: dict[RequestId, Found] = field(default_factory=dict)
     _chains: dict[RequestId, tuple[Scope, TokenChain]] = field(default_factory=dict)
     _given_up: set[RequestId] = field(default_factory=set)  # these requests load nothing any more
     _loading: dict[RequestId, Match] = field(default_factory=dict)  # not reported yet
@@ -156,7 +119,7 @@ class Policy:
             match = self._lookup(request, scope, num_tokens)
             if match is None:
                 return None
-            found = self._lookups[request_id] = _Found(match, num_tokens, scope)
+            found = self._lookups[request_id] = Found(match, num_tokens, scope)
         found.start = num_computed_tokens
         # The last token is computed by the engine: its logits choose the next one.
         count = min(found.match.num_tokens, num_tokens - 1) - num_computed_tokens
@@ -177,7 +140,7 @@ class Policy:
         hold = len(request.all_token_ids) if self._holds else 0
         tracked = self._tracked.get(request_id)
         if tracked is None:
-            tracked = _Tracked(request, scope, self._now, block_ids, hold)
+            tracked = Tracked(request, scope, self._now, block_ids, hold)
             self._tracked[request_id] = tracked
         tracked.block_ids, tracked.hold = block_ids, hold
         if num_external_tokens:
@@ -192,6 +155,7 @@ class Policy:
             and (num_external_tokens or self._finds_equals(scope))
         ):
             tracked.saved = max(tracked.saved, found.match.num_tokens)
+            tracked.stated = max(tracked.stated, found.match.num_tokens)
         self._lookups.pop(request_id, None)
 
     def give_up(self, request_id: RequestId, block_ids: BlockIds, num_external_tokens: int) -> None:
@@ -248,11 +212,12 @@ class Policy:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
+        tracked.computed = stop
         with self.boundary.guard(
             "did not save", f"request {request_id}", count="dropped_saves"
         ) as guard:
             if are_new:
-                tracked.block_ids = _lists(block_ids)
+                tracked.block_ids = copied(block_ids)
             elif block_ids:
                 for group, more in zip(tracked.block_ids, block_ids, strict=True):
                     group.extend(more)
@@ -260,6 +225,25 @@ class Policy:
                 self._save(tracked, num_computed_tokens, stop)
         if guard.failed:  # its block ids may be out of date
             self.forget(request_id)
+
+    def save_states(self, request_id: RequestId, stop: int, block_ids: BlockIds) -> None:
+        """Plans a save of a request's states after `stop` tokens, which an engine keeps apart until
+        the step ends: call it after `step`. Catches errors.
+
+        block_ids: where these tokens and states are
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not self.produces:
+            return
+        with self.boundary.guard("did not save", f"request {request_id}", count="dropped_saves"):
+            request = tracked.request
+            known = len(request.all_token_ids)
+            most = known if self.save_generated else request.num_prompt_tokens
+            is_computed = known > tracked.hold and stop <= min(most, tracked.computed)
+            if is_computed and self._is_shared(tracked):
+                chain = self._chain(request, tracked.scope)
+                save = self._save_of(tracked, stop, chain, has_states=True)
+                self._next.put(replace(save, block_ids=block_ids))
 
     def take_plan(self, *, is_idle: bool) -> Plan:
         """Returns the plan of this step. An empty plan waits a little for lookups if `is_idle`.
@@ -293,15 +277,18 @@ class Policy:
         stop = min(len(request.all_token_ids) - 1, num_computed_tokens)
         if not self.save_generated:
             stop = min(stop, request.num_prompt_tokens)
-        at_prompt = tracked.saved < request.num_prompt_tokens <= stop
-        if stop - tracked.saved < (1 if at_prompt else self.min_tokens):
+        saved, has_states = tracked.saved, self.states is None or tracked.computed == stop
+        if self.states is not None and has_states:  # tokens are no use without them
+            saved = min(saved, tracked.stated)
+        at_prompt = saved < request.num_prompt_tokens <= stop
+        if stop - saved < (1 if at_prompt else self.min_tokens):
             return False
         tracked.block_ids = block_ids
         if known is not None and known[0] == tracked.scope:
             chain = known[1]
         else:
             chain = self.stores[tracked.scope].chain_of(request.all_token_ids)
-        save = self._save_of(tracked, stop, chain, final=True)
+        save = self._save_of(tracked, stop, chain, final=True, has_states=has_states)
         if self.spread is None:
             self._next.saves.append(save)
         else:
@@ -318,11 +305,11 @@ class Policy:
         """
         if blocks:
             for each in self._tracked.values():
-                each.saved = 0
+                each.saved = each.stated = 0
         for request_id in tuple(self._loading) if blocks else failed:
             if tracked := self._tracked.get(request_id):  # None: it was aborted meanwhile
                 self._given_up.add(request_id)
-                tracked.saved = 0  # the store may have lost its tokens
+                tracked.saved = tracked.stated = 0  # the store may have lost its tokens
                 self._doubt(self._loading.get(request_id))
         for request_id in (*failed, *finished):
             self._loading.pop(request_id, None)
@@ -354,8 +341,9 @@ class Policy:
             return None
         chain = self._chain(tracked.request, tracked.scope)
         if stop > tracked.saved or (stop and self.stores[tracked.scope].has_states):
-            return self._save_of(tracked, stop, chain)
-        blocks = _lists(tracked.block_ids)
+            has_states = self.states is None or tracked.computed == stop
+            return self._save_of(tracked, stop, chain, has_states=has_states)
+        blocks = copied(tracked.block_ids)
         return Save(request_id, tracked.scope, chain.node(0), stop, chain.ids(stop, stop), blocks)
 
     def reset(self) -> None:
@@ -396,9 +384,9 @@ class Policy:
             Load(request_id, scope, match, start, stop, block_ids, wait=not self.asynchronous)
         )
 
-    def _save(self, tracked: _Tracked, num_computed_tokens: int, stop: int) -> None:
-        """Plans what to save when the first `stop` tokens have been computed: all full chunks, and
-        the whole prompt once its end is computed.
+    def _save(self, tracked: Tracked, num_computed_tokens: int, stop: int) -> None:
+        """Plans what to save when the first `stop` tokens have been computed: all full chunks, the
+        whole prompt once its end is computed, and all tokens that states are stored of.
         """
         request = tracked.request
         known = len(request.all_token_ids)  # without draft tokens, which may be rejected
@@ -409,6 +397,12 @@ class Policy:
         full = stop - stop % chunk
         if stop >= num_prompt_tokens > tracked.saved:
             full = max(full, num_prompt_tokens)
+        keeps_states = stop == tracked.computed and (
+            self.states is not None
+            and self.states.takes(num_computed_tokens, stop, num_prompt_tokens)
+        )
+        if keeps_states:  # the next step changes them
+            full = stop
         if not self.save_generated:
             full = min(full, num_prompt_tokens)
         gone = self._gone(num_computed_tokens)
@@ -418,7 +412,7 @@ class Policy:
         if full > tracked.saved:
             chain = self._chain(request, tracked.scope)
             ready = chain.num_ids + _MOST_HASHED_TOKENS
-            if ready < full and not self.window:  # later steps save the rest
+            if ready < full and not (self.window or keeps_states):  # later steps save the rest
                 full = ready - ready % chunk
                 if not tracked.is_prepared:  # no thread has computed its keys
                     tracked.is_prepared = True
@@ -428,7 +422,8 @@ class Policy:
         if self.spread is not None and not self.window:
             full = self.spread.cut(start, full)
         if full > tracked.saved:
-            self._next.saves.append(self._save_of(tracked, full, chain))
+            has_states = self.states is None or (keeps_states and full == stop)
+            self._next.saves.append(self._save_of(tracked, full, chain, has_states=has_states))
             tracked.saved = full
             if self.spread is not None:
                 self.spread.saves(full - start)
@@ -441,17 +436,26 @@ class Policy:
         return num_computed_tokens - self.window + 1 if self.window else 0
 
     def _save_of(
-        self, tracked: _Tracked, stop: int, chain: TokenChain, *, final: bool = False
+        self,
+        tracked: Tracked,
+        stop: int,
+        chain: TokenChain,
+        *,
+        has_states: bool,
+        final: bool = False,
     ) -> Save:
         start = min(tracked.saved, stop - 1) // self.chunk_tokens * self.chunk_tokens
+        if has_states:
+            tracked.stated = max(tracked.stated, stop)
         return Save(
             request_id=tracked.request.request_id,
             scope=tracked.scope,
             node=chain.node(start // self.chunk_tokens),
             start=start,
             tokens=chain.ids(start, stop),
-            block_ids=_lists(tracked.block_ids),
+            block_ids=copied(tracked.block_ids),
             final=final,
+            has_states=has_states,
         )
 
     def _chain(self, request: Request, scope: Scope) -> TokenChain:
@@ -478,7 +482,7 @@ class Policy:
         """True if found entries are at least as precise as those that a save would write."""
         return self.stores[scope].accept == "same"
 
-    def _is_shared(self, tracked: _Tracked) -> bool:
+    def _is_shared(self, tracked: Tracked) -> bool:
         """True if the request's salt and the weights are the same as when it got its blocks."""
         if tracked.epoch is not self._now:
             return False
@@ -494,7 +498,3 @@ class Policy:
     @property
     def _has_waited_for_weights(self) -> bool:
         return time.monotonic() - self._unnamed_since > self.lookups.seconds
-
-
-def _lists(block_ids: Sequence[Sequence[int]]) -> BlockIds:
-    return tuple(map(list, block_ids))

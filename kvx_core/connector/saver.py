@@ -224,7 +224,7 @@ class Saver:
             node = chain.node((start - save.start) // store.chunk_tokens)
             ids = save.tokens[start - save.start : stop - save.start]
             for part in copied.parts:
-                if part.states and stop != save.stop:
+                if part.states and (stop != save.stop or not save.has_states):
                     continue
                 if not self._is_missing(store, part, ids, start, stop, node):
                     continue

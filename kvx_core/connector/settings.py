@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.model.record import ModelRecord
-from kvx_core.snapshot import Accept, Precision, StorageFormat, StoreError, read_key
+from kvx_core.snapshot import (
+    Accept,
+    PlaneKind,
+    Precision,
+    StorageFormat,
+    StoreError,
+    read_key,
+)
 from kvx_core.snapshot.secrets import Secrets, secret_of_variable
 from kvx_core.stores.access import check_access
 from kvx_core.stores.blobs import Directory
@@ -86,6 +93,7 @@ class StoreSettings(BaseModel):
         precision: Precision | Sequence[Precision],
         new_chunk_tokens: int = 128,
         windows: Sequence[int] | None = None,
+        planes: Iterable[PlaneKind] = (),
     ) -> PrefixStore:
         """Opens the store of a model: see PrefixStore.
 
@@ -111,6 +119,7 @@ class StoreSettings(BaseModel):
             key=key,
             encryption_key=encryption_key,
             windows=windows,
+            planes=planes,
         )
         store.index.fresh_seconds = self.fresh_seconds
         config = read_config(directory, Secrets.of(key, encryption_key))

@@ -200,9 +200,9 @@ class Plane(Borrowed):
             raise UnsupportedError(
                 f"{name} ({self.role_name}) {reason}. Migrate it into memory of that kind first"
             )
-        if state.num_columns is None:
-            return self
         time = self.axes.index(Axis.DIM)
+        if state.num_columns in (None, self.shape[time]):
+            return self
         shape = (*self.shape[:time], state.num_columns, *self.shape[time + 1 :])
         skipped = state.first_column * self.stride[time] * self.dtype.itemsize
         facts = replace(state, first_column=0)

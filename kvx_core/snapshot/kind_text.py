@@ -32,7 +32,8 @@ FORMAT = 3
 MAX_KIND_BYTES = 1 << 20
 MAX_TOKENS = 1 << 16  # of an entry of a store
 _MAX_EXTENT = 1 << 31
-_MAX_TOKEN_BYTES = 1 << 26  # of a token or entry in all tensors, plus tensors of constant size
+_MAX_TOKEN_BYTES = 1 << 26  # of a token or entry in all tensors
+_MAX_STATE_BYTES = 1 << 32  # of tensors of constant size: Qwen3-Next 80B has 77 MB of them
 _FACTS = tuple(sorted(f.name for f in fields(CacheFacts)))
 _KV = re.compile(r"layers\.[0-9]+\.[kv]")
 _WORD = re.compile("[A-Za-z][A-Za-z0-9_]{0,31}")  # a name that a newer version may have added
@@ -225,9 +226,14 @@ def why_wrong(
 
     num_tokens: of the snapshot that the kind belongs to; None: it is a kind of entries
     """
-    stored = [tensor.stored for tensor in tensors.values()]
-    if num_tokens is None and sum(one.num_bytes for one in stored) > _MAX_TOKEN_BYTES:
-        return f"a token has more than {_MAX_TOKEN_BYTES} bytes"
+    if num_tokens is None:
+        for what, most, is_constant in (
+            ("a token", _MAX_TOKEN_BYTES, False),
+            ("a state", _MAX_STATE_BYTES, True),
+        ):
+            of = [t.stored for t in tensors.values() if (not t.tokens_per_entry) is is_constant]
+            if sum(one.num_bytes for one in of) > most:
+                return f"{what} has more than {most} bytes"
     for name, tensor in tensors.items():
         kv, one = bool(_KV.fullmatch(name)), tensor.stored
         if one.original is not None and not (kv and one.original in KV_DTYPES):

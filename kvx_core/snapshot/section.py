@@ -90,14 +90,11 @@ class Section:
                         f"{tensor.dtype.name}, expected U8 for opaque bytes and only for them"
                     )
         if view.has_states:
-            view = replace(
-                view,
-                planes=tuple(
-                    plane.as_stored(f"section.view.planes[{i}]")
-                    for i, plane in enumerate(view.planes)
-                ),
-            )
-            object.__setattr__(self, "view", view)
+            name = "section.view.planes"
+            planes = tuple(p.as_stored(f"{name}[{i}]") for i, p in enumerate(view.planes))
+            if any(one is not other for one, other in zip(planes, view.planes, strict=True)):
+                view = replace(view, planes=planes)
+                object.__setattr__(self, "view", view)
         check_planes(view, self.layers, self.encoding)
 
     @property
@@ -200,8 +197,11 @@ class Section:
             view, table = narrowed(view, table, chosen, planes=planes, **beside)
         return replace(self, layers=tuple(layers), view=view, block_table=table)
 
-    def of_sequence(self, block_table: BlockTable | None) -> Section:
-        """Returns the section with the table of another sequence. Checks the table alone.
+    def of_sequence(
+        self, block_table: BlockTable | None, state_tokens: int | None = None
+    ) -> Section:
+        """Returns the section with the table of another sequence, whose states are after so many
+        tokens. Checks the table alone.
 
         Raises InvalidArgumentError.
         """
@@ -209,6 +209,7 @@ class Section:
         for name in Section.__slots__:
             put(found, name, getattr(self, name))
         put(found, "block_table", block_table)
+        put(found, "state_tokens", state_tokens)
         found._check_rows()
         return found
 

@@ -23,6 +23,7 @@ from kvx_core import (
     InvalidArgumentError,
     Plane,
     PlaneKind,
+    PrefixStore,
     Role,
     Section,
     Snapshot,
@@ -508,3 +509,25 @@ def test_kinds_that_are_none_of_the_model_are_ignored() -> None:
             assert [one.id for one in store.kinds.all] == (
                 [kind.id] if is_taken and state_heads == STATE_HEADS else []
             )
+
+
+@pytest.mark.parametrize(("gigabytes", "is_stored"), [(0.08, True), (5, False)])
+def test_how_large_states_may_be(gigabytes: float, is_stored: bool) -> None:
+    """Qwen3-Next 80B has 77 MB. What a file says must have a limit."""
+    state = torch.empty(2, int(gigabytes * 1e9) // 4)  # never touched
+    plane = Plane.of(state, ("block", "dim"), Role.STATE, 0, tokens_per_entry=0, replicated=True)
+    facts = replace(FACTS, first_kv_head=0)
+    section = Section((0,), CacheView((), facts, planes=(plane,)), None, state_tokens=1)
+    store = PrefixStore(
+        InMemory(),
+        fingerprint="abc",
+        num_layers=2,
+        total_kv_heads=[0, 1],
+        precision=Precision.of("float32"),
+        planes=[plane],
+    )
+    if is_stored:
+        assert store.would_write([section], states=True).is_states
+    else:
+        with pytest.raises(InvalidArgumentError, match="a state has more than 4294967296 bytes"):
+            store.would_write([section], states=True)
