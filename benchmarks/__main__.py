@@ -30,6 +30,7 @@ _ALL = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "vllm_hybrids",
     "peers",
     "decode_steps",
     "connector",
@@ -45,6 +46,7 @@ _PACKAGES = {  # they need
     "encodings": ["gguf", "numpy"],
     "vllm_cpu_write": ["vllm-cpu"],
     "vllm_connector": ["vllm-cpu"],
+    "vllm_hybrids": ["vllm-cpu"],
     "peers": ["vllm-cpu"],
     "decode_steps": ["vllm-cpu"],
     "live": ["transformers"],
@@ -131,6 +133,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import vllm_connector
 
         return vllm_connector.run(rounds, quick=options.quick)
+    if name == "vllm_hybrids":
+        from benchmarks import vllm_hybrids
+
+        return vllm_hybrids.run(rounds, quick=options.quick)
     if name == "decode_steps":
         from benchmarks import decode_steps
 

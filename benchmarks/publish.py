@@ -35,6 +35,7 @@ _NAMES = (
     "hybrid",
     "vllm_cpu_write",
     "vllm_connector",
+    "vllm_hybrids",
     "peers",
     "decode_steps",
     "connector",

@@ -96,6 +96,32 @@ def _engines(result: dict[str, Any]) -> str:
     )
 
 
+def _hybrids(result: dict[str, Any]) -> str:
+    decode, *talks = result["results"]
+    ways = ("computed", "computed"), ("vllm", "vLLM's own cache"), ("kvx", "the store")
+    lines = [
+        [
+            "a question after",
+            "stored",
+            *(f"{of}: {what}" for _, of in ways for what in ("tokens", "ms")),
+        ],
+        ["---", *["--:"] * 7],
+    ]
+    for row in talks:
+        cells = [
+            cell
+            for way, _ in ways
+            for cell in (f"{row['reused'][way]:,}", f"{row['median_us'][way] / 1e3:.0f}")
+        ]
+        lines.append([row["case"], f"{row['saved'] / 1e6:.1f} MB", *cells])
+    us = decode["median_us"]
+    return (
+        f"A {decode['case']}: {us['vllm']:.0f} us, with KVXConnector {us['kvx']:.0f} us, "
+        f"{decode['times_vllm']:.3f} times as long. The time to the first token of the answer to a "
+        f"second question, and the tokens that were not computed:\n\n{_table(lines)}"
+    )
+
+
 def _decode_steps(result: dict[str, Any]) -> str:
     lines = [
         ["a decode step while", "vLLM p50", "p99", "with KVX p50", "p99", "p50, x as long", "p99"],
@@ -201,6 +227,7 @@ _TABLES = {
     "peers": _peers,
     "store_names": _store_names,
     "vllm_connector": _engines,
+    "vllm_hybrids": _hybrids,
 }
 
 

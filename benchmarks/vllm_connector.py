@@ -46,8 +46,8 @@ def _decode(alone: Engine, ours: Engine, rounds: int) -> dict[str, Any]:
             found = engine.run(prompts, _NEW_TOKENS)
             steps[name].append(median(found.steps[1:_NEW_TOKENS]))
         inside.append(found.inside / _SEQUENCES)
-    row = _row(f"decode step, {_SEQUENCES} sequences", steps)
-    row["times_vllm"] = _ratio(steps["kvx"], steps["vllm"])
+    row = row_of(f"decode step, {_SEQUENCES} sequences", steps)
+    row["times_vllm"] = ratio(steps["kvx"], steps["vllm"])
     row["inside_us_per_request"] = round(1e6 * median(inside), 1)
     us = row["median_us"]
     print(
@@ -85,11 +85,11 @@ def _prompt(found: Engines, num_tokens: int, rounds: int) -> dict[str, Any]:
             ("memcpy", _plain_copy(int(num_bytes))),
         ):
             seconds.setdefault(name, []).append(value)
-    row = _row(f"prompt of {num_tokens}", seconds) | {"bytes": num_bytes}
-    row["speedup"] = _ratio(seconds["compute"], seconds["load instead"])
-    row["times_memcpy"] = {n: _ratio(seconds["memcpy"], seconds[n]) for n in ("save", "load")}
-    row["times_memory"] = _ratio(seconds["compute and save on a disk"], seconds["compute and save"])
-    row["times_vllm"] = _ratio(seconds["compute and save"], seconds["compute"])
+    row = row_of(f"prompt of {num_tokens}", seconds) | {"bytes": num_bytes}
+    row["speedup"] = ratio(seconds["compute"], seconds["load instead"])
+    row["times_memcpy"] = {n: ratio(seconds["memcpy"], seconds[n]) for n in ("save", "load")}
+    row["times_memory"] = ratio(seconds["compute and save on a disk"], seconds["compute and save"])
+    row["times_vllm"] = ratio(seconds["compute and save"], seconds["compute"])
     met = "met" if row["times_memory"] <= _DISK else "NOT MET"
     ms = {name: us / 1e3 for name, us in row["median_us"].items()}
     print(
@@ -102,7 +102,8 @@ def _prompt(found: Engines, num_tokens: int, rounds: int) -> dict[str, Any]:
     return row
 
 
-def _row(case: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def row_of(case: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """A row of results: medians and samples of each way."""
     return {
         "case": case,
         "median_us": {name: round(1e6 * median(s), 1) for name, s in seconds.items()},
@@ -110,7 +111,8 @@ def _row(case: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def _ratio(times: Sequence[float], versus: Sequence[float]) -> float:
+def ratio(times: Sequence[float], versus: Sequence[float]) -> float:
+    """The median of the ratios of pairs."""
     return round(median(a / b for a, b in zip(times, versus, strict=True)), 4)
 
 

@@ -76,10 +76,18 @@ class Engine:
         self._connection = connection
 
     def run(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, others: Others | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        others: Others | None = None,
+        *,
+        forgets: bool = True,
     ) -> Run:
-        """Runs all prompts at once, until everything of them is stored."""
-        self._connection.send((prompts, max_tokens, others))
+        """Runs all prompts at once, until everything of them is stored.
+
+        forgets: vLLM forgets its own cache first: what is not computed comes from the store
+        """
+        self._connection.send((prompts, max_tokens, others, forgets))
         answer: Run = self._connection.recv()
         return answer
 
@@ -212,10 +220,11 @@ def _serve(
     connector = _Connector(llm) if is_ours else None
     while True:
         try:
-            prompts, max_tokens, others = connection.recv()
+            prompts, max_tokens, others, forgets = connection.recv()
         except EOFError:
             return
-        llm.reset_prefix_cache()  # what is not computed comes from the store
+        if forgets:
+            llm.reset_prefix_cache()
         found = _steps(llm, scheduled, prompts, max_tokens, others)
         inside = connector.seconds if connector else 0.0
         while scheduled.scheduler.has_requests():  # whose last tokens are not copied yet
