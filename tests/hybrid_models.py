@@ -113,7 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @cache
 def hybrid_model(family: str) -> Any:
-    """A model in float32. Its states keep 0.98 to 0.9998 of themselves from token to token."""
+    """A model in float32."""
     torch.manual_seed(3)
     kind = "TextConfig" if family.startswith("Qwen3_5") else "Config"
     sizes = SIZES | FAMILIES[family]
@@ -121,6 +121,11 @@ def hybrid_model(family: str) -> Any:
         del sizes["head_dim"]
     config = getattr(transformers, f"{family}{kind}")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    return slowly_decaying(model)
+
+
+def slowly_decaying(model: Any) -> Any:
+    """The model, its decays changed: states keep 0.98 to 0.9998 of themselves per token."""
     for name, weight in model.state_dict().items():
         if name.endswith("A_log"):
             decays = torch.logspace(-3.7, -1.7, weight.numel()).log()

@@ -77,7 +77,7 @@ def _check(config: Any) -> Iterator[Check]:
     size = _bytes_per_token(text, kinds)
     if size:
         yield Check("size", size)
-    for engine, verdict in _verdicts(kinds):
+    for engine, verdict in _verdicts(kinds, text):
         yield Check(engine, verdict, is_fact=True)
     if text.model_type == "deepseek_v4":
         yield Check("kvx_core.hybrid", "lays out its caches: docs/deepseek_v4.md", is_fact=True)
@@ -135,35 +135,49 @@ def _kv_numbers(text: Any, kinds: Kinds) -> tuple[int, str]:
     return numbers, sizes_in_words(found)
 
 
-def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:
+def _verdicts(kinds: Kinds, text: Any) -> Iterator[tuple[str, str]]:
     """Of each engine. Source: "What is left to vLLM, and what is refused" in docs/vllm.md, and the
-    same in docs/tensorrt_llm.md; docs/transformers.md."""
+    same in docs/tensorrt_llm.md; docs/transformers.md; docs/hybrid.md."""
     from kvx_adapters.vllm import refusal
+    from kvx_adapters.vllm.refusals import knows_states
+    from kvx_core.model.recurrent import has_recurrent_state
 
-    no = refusal(states=kinds.has_states, indexed=kinds.indexed > 0, other=bool(kinds.other))
-    connector = refusal(
-        states=kinds.has_states,
-        indexed=kinds.indexed > 0,
-        other=bool(kinds.other),
-        is_chunked=kinds.is_chunked,
-        shared=kinds.shared > 0,
-        has_encoder=kinds.has_encoder,
-    )
     windows = bool(kinds.windows)
-    if connector:
-        yield "vLLM", f"the connector refuses it: {connector}"
+    is_known = not kinds.has_states or (has_recurrent_state(text) and kinds.num_kv_layers > 0)
+    is_shared = is_known and (not kinds.has_states or (knows_states(text) and not windows))
+    no = refusal(states=not is_known, indexed=kinds.indexed > 0, other=bool(kinds.other))
+
+    def connector(*, states: bool) -> str:
+        return refusal(
+            states=states,
+            indexed=kinds.indexed > 0,
+            other=bool(kinds.other),
+            is_chunked=kinds.is_chunked,
+            shared=kinds.shared > 0,
+            has_encoder=kinds.has_encoder,
+        )
+
+    if refused := connector(states=not is_shared):
+        yield "vLLM", f"the connector refuses it: {refused}"
     else:
-        how = "; loads while other steps run" if windows else ""
+        how = "; loads while other steps run" if windows or kinds.has_states else ""
         how += "; before vLLM 0.30 it loads nothing" if windows and kinds.full else ""
+        how += ". Needs vLLM 0.30, one rank: docs/hybrid.md" if kinds.has_states else ""
         yield "vLLM", f"the connector shares its prefixes{how}"
     if no:
         yield "transformers", f"not described: {no}"
     elif kinds.is_chunked:
         yield "transformers", "not tested with chunks"
+    elif kinds.has_states:
+        yield "transformers", "hybrid_view"
     else:
         yield "transformers", _GROUPS if windows else "cache_view"
     unequal = f"layers have {' and '.join(map(str, kinds.kv_heads))} KV heads"
-    there = [connector, "windows" if windows else "", unequal if kinds.kv_heads else ""]
+    there = [
+        connector(states=kinds.has_states),
+        "windows" if windows else "",
+        unequal if kinds.kv_heads else "",
+    ]
     refused_there = ", ".join(filter(None, there))
     yield (
         "TensorRT-LLM",
@@ -171,6 +185,8 @@ def _verdicts(kinds: Kinds) -> Iterator[tuple[str, str]]:
     )
     if no:
         verdict = f"not described: {no}"
+    elif kinds.has_states:
+        verdict = "MLX by hybrid_view, where docs/hybrid.md says so; not described elsewhere"
     elif kinds.latent is not None or kinds.is_chunked:
         verdict = "not tested with latents or chunks"
     else:

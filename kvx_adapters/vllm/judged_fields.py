@@ -31,7 +31,9 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
         ),
         "drafts propose tokens, and the model itself computes those that are accepted; layers of a "
         "draft model are refused": "speculative_config",
-        "layers with a state, not keys and values of each token, are refused": "mamba_config",
+        "how layers with a state are computed; what would change their numbers is refused": (
+            "mamba_config"
+        ),
         "what chooses among the logits comes after the keys and values": (
             "structured_outputs_config reasoning_config watermark_config"
         ),
@@ -82,11 +84,14 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
             "kv_cache_layout prefix_cache_retention_interval effective_attention_block_size "
             "hash_block_size cache_hit_alignment_tokens"
         ),
-        "layers with a state, without a cache or that share one are refused": (
-            "is_attention_free user_specified_mamba_block_size mamba_page_size_padded "
-            "mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
-            "replayssm_buffer_len use_replayssm use_kda_recoverssm "
-            "enable_mamba_shared_prefix_checkpoint kv_sharing_fast_prefill swa_bounded_replay"
+        "where the states of hybrid models lie; their dtypes are in the record's salts": (
+            "user_specified_mamba_block_size mamba_page_size_padded mamba_block_size "
+            "mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
+            "enable_mamba_shared_prefix_checkpoint"
+        ),
+        "models and modes with these are refused": (
+            "is_attention_free replayssm_buffer_len use_replayssm use_kda_recoverssm "
+            "kv_sharing_fast_prefill swa_bounded_replay"
         ),
     },
     "ParallelConfig": {

@@ -66,6 +66,9 @@ def model_record(
     own = _own_class(model)
     if own is not None:
         found = {"engine": f"vllm {version}", "model class": own, **found}
+    if model.is_hybrid:  # a state is rounded in every step, and all that follows depends on it
+        cache = vllm_config.cache_config
+        found["states"] = f"{cache.mamba_cache_dtype}, {cache.mamba_ssm_cache_dtype}"
     text = model.hf_text_config
     return ModelRecord(
         files=files,

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvx_adapters.vllm.states import STATE_AXES
+from kvx_core.model.recurrent import has_recurrent_state, recurrent_state
+
 
 def refusal(
     *,
@@ -34,6 +37,14 @@ def refusal(
     return ", ".join(reason for is_so, reason in reasons if is_so)
 
 
+def knows_states(text: Any) -> bool:
+    """Whether KVXConnector shares the states of a model, if it has some. text: hf_text_config"""
+    if not has_recurrent_state(text):
+        return False
+    sizes = recurrent_state(text)
+    return sizes.kind in STATE_AXES or not sizes.state
+
+
 def model_refusal(model_config: Any) -> str:
     """Why KVXConnector does not share the prefixes of a model, by its configuration alone.
 
@@ -43,7 +54,8 @@ def model_refusal(model_config: Any) -> str:
     """
     text = model_config.hf_text_config
     return refusal(
-        states=model_config.is_hybrid or model_config.is_attention_free,
+        states=model_config.is_attention_free
+        or (model_config.is_hybrid and not knows_states(text)),
         indexed=hasattr(text, "index_topk"),
         shared=bool(getattr(text, "num_kv_shared_layers", 0)),
         has_encoder=bool(model_config.is_encoder_decoder),

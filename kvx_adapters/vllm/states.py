@@ -35,7 +35,7 @@ from kvx_core.model.recurrent import RecurrentState, recurrent_state
 
 _SPEC = "MambaSpec"
 _CONV = {"SD": ("block", "time", "channel"), "DS": ("block", "channel", "time")}
-_STATE = {
+STATE_AXES = {
     "gdn": ("block", "head", "value", "key"),
     "mamba2": ("block", "head", "head_dim", "state"),
     "mamba1": ("block", "channel", "state"),
@@ -70,11 +70,11 @@ def state_view(
     """
     one_of("conv_layout", conv_layout, *_CONV)
     sizes = recurrent_state(config)
-    if sizes.state and sizes.kind not in _STATE:
+    if sizes.state and sizes.kind not in STATE_AXES:
         raise UnsupportedError(
             f"config is of a model with states of {sizes.kind}, expected one of "
-            f"{', '.join(_STATE)} or short convolutions: of others it is not known which axis is "
-            "which"
+            f"{', '.join(STATE_AXES)} or short convolutions: of others it is not known which axis "
+            "is which"
         )
     planes: list[Plane] = []
     for layer, tensors in states.items():
@@ -118,7 +118,7 @@ def _planes(
     yield Plane.of_state(conv, axes, facts, layer, slots=blocks, name=f"{name}[0]")
     if not sizes.state:
         return
-    state, axes = tensors[1], _STATE[sizes.kind]
+    state, axes = tensors[1], STATE_AXES[sizes.kind]
     if sizes.kind == "gdn" and state.device.type == "cpu":
         heads, values, keys = state.shape[1:]
         strides = (*state.stride()[:2], values, 1)
@@ -176,7 +176,7 @@ def live_hybrid_span(
     for i, one in enumerate(groups):
         if i == index:
             continue
-        column = partial(_column, one.kv_cache_spec)
+        column = partial(state_column, one.kv_cache_spec)
         for name in one.layer_names:
             states[layer_index(name)] = layers[name].kv_cache
             running[layer_index(name)] = [
@@ -188,7 +188,7 @@ def live_hybrid_span(
         view.facts,
         config=model_config.hf_text_config,
         num_tokens=counts,
-        conv_layout=_conv_layout(),
+        conv_layout=conv_layout_here(),
     )
     moved = partial(_moved_on, scheduler, tuple(request_ids), counts, blocks)
     whole = replace(view, outdated=moved, holds=lambda: held_tokens(scheduler, request_ids))
@@ -196,7 +196,7 @@ def live_hybrid_span(
     return whole.beside(found).at(table)
 
 
-def _column(spec: Any, num_tokens: int) -> int:
+def state_column(spec: Any, num_tokens: int) -> int:
     """The column of a request's blocks that has the state after so many tokens."""
     if getattr(spec, "num_speculative_blocks", 0):
         raise UnsupportedError(
@@ -211,7 +211,7 @@ def _column(spec: Any, num_tokens: int) -> int:
     return (num_tokens - 1) // int(spec.block_size) if mode == "align" else 0
 
 
-def _conv_layout() -> Literal["SD", "DS"]:
+def conv_layout_here() -> Literal["SD", "DS"]:
     """The layout of convolutions in this process."""
     utils = sys.modules["vllm.model_executor.layers.mamba.mamba_utils"]
     return "DS" if utils.is_conv_state_dim_first() else "SD"

@@ -37,6 +37,7 @@ from kvx_adapters.vllm_plugin.settings import (
     check_model,
     check_settings,
 )
+from kvx_adapters.vllm_plugin.states import States
 from kvx_adapters.vllm_plugin.stats import KVXPromMetrics, KVXStats
 from kvx_adapters.vllm_plugin.steps import RankReports, StepPlan
 from kvx_adapters.vllm_plugin.stores import Stores
@@ -49,6 +50,7 @@ from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save, Scope
 from kvx_core.connector.spread import SaveBudget
+from kvx_core.connector.state_positions import StatePositions
 from kvx_core.snapshot import Section, StorageFormat, StoreError
 from kvx_core.stores.dry_run import never_found
 from kvx_core.stores.prefix import PrefixStore
@@ -72,8 +74,11 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         windows = [window_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         shortest = min(filter(None, windows), default=0)
         self._boundary = Boundary(logger.warning)
+        self._states = States.of(vllm_config, kv_cache_config)
         reach = reach_of(kv_cache_config.kv_cache_groups)
-        self._stores = _stores(vllm_config, self._settings, shortest, reach, self._boundary)
+        self._stores = _stores(
+            self._boundary, vllm_config, self._settings, shortest, reach, self._states
+        )
         self._weights = weights_of(vllm_config, in_worker=role is KVConnectorRole.WORKER)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
@@ -134,7 +139,10 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             consumes=consumes,
             asynchronous=settings.async_load or shares or hybrid or bool(window),
             window=window,
-            spread=SaveBudget(self._stores.chunk_tokens),
+            # A state does not wait: the next step changes it.
+            spread=None if self._states else SaveBudget(self._stores.chunk_tokens),
+            states=StatePositions(settings.state_every_tokens) if self._states else None,
+            offered=self._states.offered if self._states else None,
             others_fill=not is_alone(transfer),
             epochs=epochs,
             block_size=self._vllm_config.cache_config.block_size,
@@ -145,13 +153,18 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         config = self._vllm_config
         layers = config.compilation_config.static_forward_context
-        groups = vllm.layer_groups(
-            self._kv_cache_config, layers, vllm_version, layout=vllm.layout_before_29()
+        states = self._states
+        of_attention = replace(
+            self._kv_cache_config, kv_cache_groups=list(states.attention.values())
         )
-        _check_layers(groups, config)
+        groups = vllm.layer_groups(
+            of_attention, layers, vllm_version, layout=vllm.layout_before_29()
+        )
+        _check_layers(groups, states, config)
+        states.bind(layers)
         held, sections = [], []
         stored = StorageFormat.of(self._settings.format)
-        for index, group in enumerate(groups):
+        for index, group in zip(states.attention, groups, strict=True):
             _self_test(group, kv_caches, layers)
             for part in _alike(group, layers):
                 facts = _facts(config, part.layers[0])
@@ -170,6 +183,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._boundary,
             by_request=_BY_REQUEST,
             weights=self._weights,
+            states=states,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -371,15 +385,14 @@ class _BrokenStore:
         raise StoreError(f"the store was broken when the engine started: {self.error}")
 
 
-def _stores(
-    config: Any, settings: Settings, window: int, reach: Mapping[int, int], boundary: Boundary
-) -> Stores | _BrokenStore:
+def _stores(boundary: Boundary, *arguments: Any) -> Stores | _BrokenStore:
     """Returns the stores, or a _BrokenStore: a broken store counts as an error, but ends no engine.
 
+    arguments: those of Stores
     Raises InvalidArgumentError, UnsupportedError.
     """
     try:
-        stores = Stores(config, settings, window, reach)
+        stores = Stores(*arguments)
         stores.chunk_tokens  # noqa: B018
     except StoreError as error:
         boundary.caught(error, "saves and loads nothing until the next start", "", "errors")
@@ -423,14 +436,14 @@ def _check_found(store: PrefixStore, sections: Sequence[Section], config: Any) -
         raise UnsupportedError(f"KVXConnector would store what it never finds: {reason}")
 
 
-def _check_layers(groups: Iterable[vllm.LayerGroup], config: Any) -> None:
+def _check_layers(groups: Iterable[vllm.LayerGroup], states: States, config: Any) -> None:
     """Checks that this worker's cache has all layers of its part of the model, and no others.
 
     Raises UnsupportedError.
     """
     found = sorted(layer for group in groups for layer in group.layers)
     first, last = config.model_config.get_layers_start_end_indices(config.parallel_config)
-    if found != list(range(first, last)):
+    if found != [layer for layer in range(first, last) if states.has_kv(layer)]:
         raise UnsupportedError(
             f"the KV cache has layers {found}, expected each of {first} to {last - 1} once: "
             "KVXConnector does not serve models with other layers, or with a draft model's"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,15 @@ from kvx_core.connector.weights import Report
 _FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
+Offered = Callable[[Iterable[tuple[int, int, int]], BlockIds], Iterable[tuple[int, BlockIds]]]
+
+
 @dataclass(slots=True)
 class SchedulerHalf(Policy):
     """A Policy for vLLM's requests."""
 
     block_size: int = 1  # tokens of a block, as the scheduler counts them
+    offered: Offered | None = None  # States.offered; None: the model has no states
     _unshared: Counter[str] = field(default_factory=Counter)  # number of requests, by reason
     _told: set[str] = field(default_factory=set)  # unshared requests that are already counted
     _spoilt: SpoiltBlocks = field(init=False)
@@ -86,6 +90,15 @@ class SchedulerHalf(Policy):
             if self._spoilt:
                 self._look_for_spoilt(request_id, num_computed_tokens, stop, block_ids, are_new)
             self.step(request_id, num_computed_tokens, stop, block_ids, are_new=are_new)
+        if self.offered is not None:
+            self._save_offered(output.kv_connector_block_state, self.offered)
+
+    def _save_offered(self, kept: Any, offered: Offered) -> None:
+        """Plans saves of the states that vLLM keeps until this step ends."""
+        for request_id, offers in () if kept is None else kept.boundary_state_offloads.items():
+            if tracked := self._tracked.get(request_id):
+                for num_tokens, there in offered(offers, tracked.block_ids):
+                    self.save_states(request_id, num_tokens, there)
 
     def take_step(self, output: Any) -> StepPlan:
         """Returns the plan of this step, for the workers."""

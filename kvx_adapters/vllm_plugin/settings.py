@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters.vllm import model_refusal
@@ -20,6 +20,8 @@ class Settings(StoreSettings):
 
     async_load: bool = False  # load beside other requests' steps; prefix caching always does
     layerwise: bool = False  # copy each layer once it is computed, not all after the last one
+    # Of a hybrid model: store the states after one in so many tokens too, in prompts and answers.
+    state_every_tokens: int | None = Field(default=None, ge=1)
     # The names of weights that were replaced while the engine ran: of their files only, or also
     # vLLM's weight_version, which then means the same weights on every engine of this model.
     weights: Literal["files", "versioned"] = "files"

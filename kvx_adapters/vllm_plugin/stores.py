@@ -8,6 +8,7 @@ from typing import Any
 from kvx_adapters.vllm import total_kv_heads
 from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
 from kvx_adapters.vllm_plugin.settings import Settings, precisions
+from kvx_adapters.vllm_plugin.states import States
 from kvx_core.connector.settings import Scoped
 from kvx_core.stores.config import MIN_CHUNK_TOKENS
 
@@ -16,7 +17,12 @@ class Stores(Scoped):
     """The stores of an engine's model, by cache_salt and weights."""
 
     def __init__(
-        self, vllm_config: Any, settings: Settings, window: int, reach: Mapping[int, int]
+        self,
+        vllm_config: Any,
+        settings: Settings,
+        window: int,
+        reach: Mapping[int, int],
+        states: States,
     ) -> None:
         """window: the shortest sliding window of a cache group; 0: there is none
         reach:  by layer, for how many tokens before the end of a prefix vLLM has blocks; a layer
@@ -31,10 +37,14 @@ class Stores(Scoped):
         store = settings.store(
             fingerprint=record,
             num_layers=num_layers,
-            total_kv_heads=[total_kv_heads(model, layer) for layer in range(num_layers)],
+            total_kv_heads=[
+                total_kv_heads(model, layer) if states.has_kv(layer) else 0
+                for layer in range(num_layers)
+            ],
             new_chunk_tokens=_new_chunk_tokens(window),
             precision=self._precisions,
             windows=[reach.get(layer, 0) for layer in range(num_layers)],
+            planes=states.planes,
         )
         super().__init__(store)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 
 from kvx_adapters import vllm
 from kvx_adapters.vllm_plugin.settings import Settings
+from kvx_adapters.vllm_plugin.states import States, zero_behind
 from kvx_adapters.vllm_plugin.stats import KVXStats
 from kvx_adapters.vllm_plugin.steps import Load, StepPlan
-from kvx_core import CacheView
+from kvx_core import CacheFacts, CacheView
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader
@@ -42,13 +43,19 @@ class Held:
         first = self.view.facts.first_kv_head or 0
         return first, first + self.view.layers[0].num_kv_heads
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, as the scheduler counts them."""
+        return int(self.group.specs[0].block_size)
+
 
 class WorkerHalf:
     """Saves and loads tokens of one worker. `shutdown` ends its threads.
 
-    held:       all layers of this worker
+    held:       all layers of this worker with keys and values
     device:     the device of the caches
     by_request: True if vLLM asks for failed requests too, not only for failed blocks
+    states:     its layers with a state; None: none
     """
 
     def __init__(
@@ -61,28 +68,32 @@ class WorkerHalf:
         *,
         by_request: bool,
         weights: Weights,
+        states: States | None = None,
     ) -> None:
         self._weights = weights
         self._seen = 0  # the scheduler's generation of weights, as the last plan had it
         self._told = Report(0, 0, False, weights.origin)
         self._boundary, self._held, self._device = boundary, held, device
         self._by_request = by_request
-        self._has_one_group = len({part.index for part in held}) == 1
+        self._states = states or None
+        self._has_one_group = len({part.index for part in held}) == 1 and self._states is None
         self._layer_of = {
             name: layer
             for part in held
             for name, layer in zip(part.group.layer_names, part.group.layers, strict=True)
         }
-        self._block_size: int = held[0].group.specs[0].block_size  # for _blocks, with one group
+        self._block_tokens = held[0].block_tokens  # for _blocks, with one group
         self._counts = Counts()
-        layers = list(self._layer_of.values())
-        heads = [part.heads for part in held for _ in part.group.layers]
-        self._saver = Saver(stores, settings, boundary, self._counts, self._sections, layers, heads)
+        heads = {layer: part.heads for part in held for layer in part.group.layers}
+        if self._states is not None:
+            heads = dict.fromkeys(self._states.layers, (0, 1)) | heads
+        of_layers = list(heads), list(heads.values())
+        self._saver = Saver(stores, settings, boundary, self._counts, self._sections, *of_layers)
         # Asynchronous loads use it. None without CUDA: torch.cuda.stream(None) does nothing.
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(device) if device.type == "cuda" else None
         self._loader = Loader(
-            stores, settings, boundary, self._counts, self._sections, self._beside, self._era
+            stores, settings, boundary, self._counts, self._to_load, self._beside, self._era
         )
         self._loaded: set[Any] = set()
         self._untold: set[Any] = set()  # failed loads whose blocks are not reported to vLLM yet
@@ -208,8 +219,8 @@ class WorkerHalf:
         """
         with suppress(TypeError, IndexError):  # wrong block ids, which made the load fail
             if self._has_one_group:
-                ids, block_size = load.block_ids[0], self._block_size
-                return set(ids[first // block_size : -(-load.stop // block_size)])
+                ids, size = load.block_ids[0], self._block_tokens
+                return set(ids[first // size : -(-load.stop // size)])
         return set()
 
     @cached_property
@@ -218,13 +229,36 @@ class WorkerHalf:
         return [Section(p.group.layers, p.view, None, p.group.encoding) for p in self._held]
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
-        """Returns the sections of the first `num_tokens` tokens of a request."""
-        return [
+        """Returns the sections of the first `num_tokens` tokens of a request, and of its states
+        after them if it has blocks for them.
+        """
+        found = [
             section.of_sequence(
                 vllm.block_table(
-                    [block_ids[part.index][: -(-num_tokens // part.group.specs[0].block_size)]],
+                    [block_ids[part.index][: -(-num_tokens // part.block_tokens)]],
                     kernel_blocks_per_block=part.kernel_blocks,
                 )
             )
             for part, section in zip(self._held, self._of_no_sequence, strict=True)
         ]
+        if self._states is not None and self._states.has_blocks(block_ids, num_tokens):
+            found.append(self._states.section(block_ids, num_tokens, self._facts_of_states))
+        return found
+
+    def _to_load(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
+        """Returns the sections that a load of `num_tokens` tokens fills.
+
+        In a hybrid model all groups share memory: behind the last token its block holds what a
+        state has left there, and attention multiplies it by 0, which NaN survives. So that is
+        zeroed. A step does it for the blocks that it allocates itself.
+        Source: vllm 0.32 v1/worker/gpu_model_runner.py, _zero_block_ids
+        """
+        if self._states is not None:
+            for part in self._held:
+                ids = block_ids[part.index]
+                zero_behind(part.view, part.block_tokens, ids, num_tokens, self._device)
+        return self._sections(block_ids, num_tokens)
+
+    @cached_property
+    def _facts_of_states(self) -> CacheFacts:
+        return replace(self._held[0].view.facts, first_kv_head=0, total_kv_heads=None)

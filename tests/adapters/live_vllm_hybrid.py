@@ -7,12 +7,10 @@ runs it.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -26,74 +24,10 @@ from vllm import LLM, SamplingParams
 from kvx_adapters import transformers as hf
 from kvx_adapters import vllm
 from kvx_core import CacheView, InvalidArgumentError, migrate, verify
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3Next": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 2,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    },
-    "GraniteMoeHybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "layer_types": ["mamba", "attention"] * 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 128,
-    },
-    "Lfm2": {
-        "conv_L_cache": 3,
-        "layer_types": ["conv", "full_attention"] * 2,
-        "block_auto_adjust_ff_dim": False,
-    },
-}
-# vllm-cpu 0.32 fails by itself without these: Mamba 2 where prefixes are cached and a step crosses
-# a block, and the rotation of LFM2's keys. Its configuration of LFM2 has names that transformers
-# does not write.
-ENGINE: dict[str, dict[str, Any]] = {
-    "Qwen3Next": {},
-    "GraniteMoeHybrid": {"enable_prefix_caching": False},
-    "Lfm2": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
-}
-NAMES = {"Lfm2": {"conv_dim": 128, "block_dim": 128}}
+from tests.vllm_plugin.hybrids import ENGINE, hybrid
 
 directory, family = Path(sys.argv[1]), sys.argv[2]
-torch.manual_seed(0)
-config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
-model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-for name, weight in model.state_dict().items():  # states that decay slowly
-    if name.endswith("A_log"):
-        weight.copy_(torch.logspace(-3.7, -1.7, weight.numel()).log().view(weight.shape))
-    if name.endswith("dt_bias"):
-        weight.zero_()
-model = model.to(torch.bfloat16)
-model.save_pretrained(directory)
-said = json.loads((directory / "config.json").read_text())
-(directory / "config.json").write_text(json.dumps(said | NAMES.get(family, {})))
+model = hybrid(directory, family)
 llm = LLM(
     model=str(directory),
     skip_tokenizer_init=True,

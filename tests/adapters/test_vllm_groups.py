@@ -34,6 +34,7 @@ from kvx_core import (
 from tests.adapters.test_vllm import rows_of
 from tests.facts import SAME_MODEL
 from tests.fakes.vllm import LAYOUTS, D, H, N, needs_vllm, random_tokens
+from tests.states import GDN_CONFIG
 
 pytestmark = needs_vllm
 
@@ -249,6 +250,14 @@ def test_a_live_block_table_counts_kernel_blocks() -> None:
     assert rows_of(found) == [[12, 13, 14, 6, 7, 8]]
 
 
+KDA = {
+    "model_type": "kimi_linear",
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
 @pytest.mark.parametrize(
     ("mla", "layers", "expected"),
     [
@@ -272,9 +281,16 @@ def test_layers_with_other_numbers_of_heads(
         get_total_num_kv_heads=lambda: 8,
     )
     assert vllm.model_refusal(model) == ""
-    for name in ("is_hybrid", "is_attention_free"):
-        other = SimpleNamespace(**(vars(model) | {name: True}))
-        assert vllm.model_refusal(other) == "layers keep a state"
+    for name, text, refused in (
+        ("is_hybrid", GDN_CONFIG, False),
+        ("is_hybrid", {"model_type": "lfm2", "hidden_size": 8, "conv_L_cache": 3}, False),
+        ("is_hybrid", KDA, True),
+        ("is_hybrid", {"model_type": "x"}, True),
+        ("is_attention_free", {"model_type": "mamba2"}, True),
+    ):
+        of = {name: True, "hf_text_config": SimpleNamespace(**text)}
+        other = SimpleNamespace(**(vars(model) | of))
+        assert vllm.model_refusal(other) == ("layers keep a state" if refused else "")
     assert [vllm.total_kv_heads(model, layer) for layer in range(2)] == expected
     assert vllm.total_kv_heads(model) == expected[0]
     for layer, total in enumerate(expected):

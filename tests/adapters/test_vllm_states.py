@@ -108,12 +108,12 @@ def test_engines_that_are_refused(
 
 def test_the_column_of_a_running_state() -> None:
     spec = SimpleNamespace(mamba_cache_mode="align", block_size=256, num_speculative_blocks=0)
-    assert [of_states._column(spec, count) for count in (1, 256, 257, 512)] == [0, 0, 1, 1]
+    assert [of_states.state_column(spec, count) for count in (1, 256, 257, 512)] == [0, 0, 1, 1]
     spec.mamba_cache_mode = "none"
-    assert of_states._column(spec, 257) == 0
+    assert of_states.state_column(spec, 257) == 0
     spec.mamba_cache_mode = "all"
     with pytest.raises(UnsupportedError, match="mamba_cache_mode is 'all', expected 'none' or"):
-        of_states._column(spec, 1)
+        of_states.state_column(spec, 1)
     spec.num_speculative_blocks = 1
     with pytest.raises(UnsupportedError, match="the engine speculates, expected none"):
-        of_states._column(spec, 1)
+        of_states.state_column(spec, 1)

@@ -418,13 +418,17 @@ MODELS = {
         "1 layer: K and V of all tokens; 1 layer: a state (Mamba, linear attention or "
         "convolution); 2 layers: nothing",
         "4,096 bytes per token in bfloat16: 8 KV heads of 128 in each layer",
-        {"vLLM": f"{REFUSED}layers keep a state"},
+        {"vLLM": "the connector shares its prefixes; loads while", "transformers": "hybrid_view"},
     ),
     "falcon_h1": (
         {"num_hidden_layers": 2},
         "2 layers: K and V of all tokens and a state (Mamba, linear attention or convolution)",
         "8,192 bytes per token in bfloat16: 8 KV heads of 128 in each layer",
-        {"vLLM": f"{REFUSED}layers keep a state"},
+        {
+            "vLLM": "the connector shares its prefixes; loads while other steps run. Needs vLLM",
+            "TensorRT-LLM": f"{REFUSED}layers keep a state",
+            "others": "llama.cpp, OpenVINO, MLX, ONNX Runtime: MLX by hybrid_view",
+        },
     ),
     "falcon": (
         {"num_hidden_layers": 2},

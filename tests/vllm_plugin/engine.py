@@ -370,15 +370,15 @@ class Server:
         samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
         return {s.name: s.value for s in samples if s.name.endswith(_SUFFIXES)}
 
-    def on_next_load(self, delete: str) -> None:
-        """Deletes a directory's files after the next lookup that hit, before its load."""
+    def on_next_load(self, delete: str, pattern: str = "*.safetensors") -> None:
+        """Deletes files of a directory after the next lookup that hit, before its load."""
         connector = self._scheduler.connector
         update = connector.update_state_after_alloc
 
         def delete_and_update(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
                 connector.update_state_after_alloc = update
-                for path in Path(delete).rglob("*.safetensors"):
+                for path in Path(delete).rglob(pattern):
                     path.unlink()
             update(request, blocks, num_external_tokens)
 

@@ -1,0 +1,309 @@
+"""Hybrid models in real engines: requests that go on from stored states as if they had computed
+them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.vllm import needs_cpu_op
+from tests.vllm_plugin.engine import Engine, EngineError, Output, connector, same_tokens
+from tests.vllm_plugin.hybrid_engine import HybridProcess
+from tests.vllm_plugin.hybrids import ENGINE, hybrid
+
+pytestmark = needs_cpu_op
+
+OTHERS = ["FalconH1", "GraniteMoeHybrid", "NemotronH", "Qwen3Next"]
+FAMILIES = ["Lfm2", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
+CACHED = ["Lfm2", pytest.param("Qwen3Next", marks=pytest.mark.slow)]  # vLLM caches their prefixes
+NUM_NEW = 12
+REST = 20  # tokens of a prompt behind those that are stored
+USUAL: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 1024,
+    "num_gpu_blocks_override": None,
+    "skip_tokenizer_init": True,
+}
+
+Model = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HybridProcess]:
+    process = HybridProcess(tmp_path_factory.mktemp("log") / "hybrids.log")
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    @cache
+    def saved(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        hybrid(folder, family)
+        return folder
+
+    return saved
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 256), k=count)
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = NUM_NEW) -> list[Output]:
+    """Requests that run together are summed in another order."""
+    return [engine.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
+
+
+class Runs:
+    """Engines of one model, with a store."""
+
+    def __init__(self, engines: HybridProcess, family: str, directory: Path, store: Path) -> None:
+        self.engines, self.directory, self.store = engines, directory, store
+        self.options = USUAL | ENGINE[family]
+
+    def stock(
+        self, prompts: list[list[int]], cuts: list[int], num_new: int = NUM_NEW
+    ) -> list[list[int]]:
+        """Answers of vLLM alone, which ends a step after so many tokens of each prompt."""
+        options = self.options | {"enable_prefix_caching": False}
+        with self.engines.engine(self.directory, **options) as engine:
+            found = []
+            for prompt, cut in zip(prompts, cuts, strict=True):
+                engine.call("cut_steps", num_tokens=cut)
+                found.append(engine.generate([prompt], max_tokens=num_new)[0].tokens)
+        return found
+
+    def engine(self, role: str = "kv_both", policy: str = "fail", **options: Any) -> Any:
+        extra = options.pop("extra", {})
+        config = connector(self.store, role, policy, **extra)
+        return self.engines.engine(
+            self.directory, kv_transfer_config=config, **self.options | options
+        )
+
+    def save(self, prompts: list[list[int]], **options: Any) -> None:
+        with self.engine("kv_producer", disable_log_stats=False, **options) as engine:
+            before = engine.metrics().get("vllm:kvx_dropped_saves_total", 0)
+            one_by_one(engine, prompts, max_tokens=2)
+            assert engine.metrics().get("vllm:kvx_dropped_saves_total", 0) == before
+
+
+@pytest.fixture
+def runs(engines: HybridProcess, model: Model, tmp_path: Path) -> Callable[[str], Runs]:
+    return lambda family: Runs(engines, family, model(family), tmp_path / "store")
+
+
+def lengths(seed: int) -> list[int]:
+    """Of a block or two, and at any place in one."""
+    return [512, 600, 699, *random.Random(seed).sample(range(9, 700), 5)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_goes_on_from_any_of_its_tokens(family: str, runs: Callable[[str], Runs]) -> None:
+    """In a pool full of NaN, with blocks of other sizes, and where vLLM caches nothing itself."""
+    here, counts = runs(family), lengths(1)
+    prompts = [tokens(count + REST, seed=count) for count in counts]
+    expected = here.stock(prompts, counts)
+    here.save([prompt[:count] for prompt, count in zip(prompts, counts, strict=True)])
+    for options in (
+        {},
+        {"block_size": 128},
+        {"enable_prefix_caching": False},
+    ):
+        with here.engine("kv_consumer", **options) as engine:
+            engine.call("scribble")
+            found = one_by_one(engine, prompts)
+            same_tokens(found, expected)
+            assert [one.num_cached_tokens for one in found] == counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
+def test_prompts_of_several_steps(family: str, runs: Callable[[str], Runs]) -> None:
+    """Their beginnings are saved, too, though their states are those of later tokens by then."""
+    here, counts = runs(family), [512, 600, 999]
+    prompts = [tokens(count + REST, seed=count) for count in counts]
+    expected = here.stock(prompts, counts)
+    first = [prompt[:count] for prompt, count in zip(prompts, counts, strict=True)]
+    here.save(first, max_num_batched_tokens=256)
+    with here.engine("kv_consumer") as engine:
+        found = one_by_one(engine, prompts)
+        same_tokens(found, expected)
+        assert [one.num_cached_tokens for one in found] == counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", *OTHERS])
+def test_another_state_gives_another_answer(
+    family: str, runs: Callable[[str], Runs], tmp_path: Path
+) -> None:
+    """So the test above would notice one."""
+    here, counts = runs(family), [190, 320, 600]
+    prompts = [tokens(count + REST, seed=count) for count in counts]
+    expected = here.stock(prompts, counts)
+    here.save([prompt[:count] for prompt, count in zip(prompts, counts, strict=True)])
+    folder = tmp_path / "states"
+    folder.mkdir()
+    elsewhere = Runs(here.engines, family, here.directory, tmp_path / "another store")
+    with elsewhere.engine("kv_producer", enable_prefix_caching=False) as engine:
+        engine.call("keep_states", folder=str(folder))
+        for more in (-1, 1):
+            one_by_one(engine, [p[: c + more] for p, c in zip(prompts, counts, strict=True)], 2)
+    ways = ["zero", "backwards", *(["transposed"] if family == "Qwen3Next" else [])]
+    with here.engine("kv_consumer", enable_prefix_caching=False) as engine:
+        for way in [*ways, "-1", "1"]:
+            kept = str(folder) if way in ("-1", "1") else ""
+            engine.call("change_loaded_states", how=way, folder=kept)
+            found = one_by_one(engine, prompts)
+            assert [one.num_cached_tokens for one in found] == counts
+            assert any(one.tokens != right for one, right in zip(found, expected, strict=True)), way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
+def test_many_requests_in_a_used_pool(family: str, runs: Callable[[str], Runs]) -> None:
+    """Forty, four at a time: each goes on from what it finds, and is stored."""
+    here = runs(family)
+    stored = [tokens(64 * count, seed=count) for count in range(1, 11)]
+    prompts = [each + tokens(9 + i, seed=99 + i) for i in range(4) for each in stored]
+    expected = here.stock(prompts, [len(prompt) - 9 - i // 10 for i, prompt in enumerate(prompts)])
+    here.save(stored)
+    with here.engine() as engine:
+        engine.call("scribble")
+        found = engine.generate(prompts, max_tokens=NUM_NEW)
+        same_tokens(found, expected)
+        assert min(one.num_cached_tokens for one in found) >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
+def test_the_same_prompt_again(family: str, runs: Callable[[str], Runs]) -> None:
+    """Loaded, then from vLLM's own blocks: what a load has left there is right. Its last token is
+    computed, so it goes on from the last boundary of a block.
+    """
+    here, prompts = runs(family), [tokens(count, seed=count) for count in (700, 600, 530)]
+    size = 256 if family == "Qwen3Next" else 128
+    cuts = [(len(prompt) - 1) // size * size for prompt in prompts]
+    expected = here.stock(prompts, cuts)
+    here.save(prompts)
+    with here.engine("kv_consumer") as engine:
+        for _ in range(2):
+            found = one_by_one(engine, prompts)
+            same_tokens(found, expected)
+            assert [one.num_cached_tokens for one in found] == cuts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "stops"), [(300, False), (300, True), (347, False)])
+def test_a_conversation(length: int, stops: bool, runs: Callable[[str], Runs]) -> None:
+    """The next question finds the answer before, also where its last chunk has few tokens."""
+    here, question = runs("Lfm2"), tokens(length, seed=1)
+    (answer,) = here.stock([question], [1024], num_new=40)
+    sampling = {"stop_token_ids": answer[25:26]} if stops else {}
+    with here.engine("kv_producer") as engine:
+        (first,) = engine.generate([question], max_tokens=40, sampling=sampling)
+    assert len(first.tokens) == (answer.index(answer[25]) + 1 if stops else 40)
+    talk = question + first.tokens + tokens(30, seed=2)
+    held = length + len(first.tokens) - 1
+    expected = here.stock([talk], [held])
+    with here.engine("kv_consumer") as engine:
+        found = engine.generate([talk], max_tokens=NUM_NEW)
+        same_tokens(found, expected)
+        assert found[0].num_cached_tokens == held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
+def test_prompts_that_share_a_beginning(family: str, runs: Callable[[str], Runs]) -> None:
+    """vLLM ends a step where the second parts from the first: that state serves the third."""
+    here, shared = runs(family), tokens(600, seed=1)
+    prompts = [shared + tokens(100, seed=i) for i in (2, 3, 4)]
+    expected = here.stock(prompts[2:], [512])
+    here.save(prompts[:2])
+    with here.engine("kv_consumer") as engine:
+        found = engine.generate(prompts[2:], max_tokens=NUM_NEW)
+        same_tokens(found, expected)
+        assert found[0].num_cached_tokens == 512
+
+
+@pytest.mark.slow
+def test_states_every_so_many_tokens(runs: Callable[[str], Runs]) -> None:
+    """Where steps end, in prompts and answers."""
+    here, prompt = runs("Lfm2"), tokens(600, seed=1)
+    options = {"max_num_batched_tokens": 256, "extra": {"state_every_tokens": 50}}
+    with here.engine("kv_producer", **options) as engine:
+        (first,) = engine.generate([prompt], max_tokens=120)
+    other = tokens(100, seed=2)
+    prompts = [prompt[:300] + other, [*prompt, *first.tokens[:80], *other]]
+    expected = here.stock(prompts, [256, 650])
+    with here.engine("kv_consumer") as engine:
+        found = one_by_one(engine, prompts)
+        same_tokens(found, expected)
+        assert [one.num_cached_tokens for one in found] == [256, 650]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next", "GraniteMoeHybrid"])
+@pytest.mark.parametrize("lost", ["all", "states"])
+def test_loads_that_fail(family: str, lost: str, runs: Callable[[str], Runs]) -> None:
+    """The request is computed, and the engine goes on."""
+    here, prompts = runs(family), [tokens(count + REST, seed=count) for count in (600, 333)]
+    expected = here.stock(prompts, [1024, 1024])
+    here.save([prompt[:-REST] for prompt in prompts])
+    with here.engine("kv_consumer", "recompute") as engine:
+        engine.call("scribble")
+        engine.call("on_next_load", delete=str(here.store), pattern=pattern_of(here.store, lost))
+        found = one_by_one(engine, prompts)
+        same_tokens(found, expected)
+
+
+def pattern_of(store: Path, lost: str) -> str:
+    """Of the files that have states, or of all."""
+    if lost == "all":
+        return "*.safetensors"
+    (kind,) = {p.stem for p in store.rglob("kinds/*.json") if b"conv_state" in p.read_bytes()}
+    return f"*.{kind}.safetensors"
+
+
+@pytest.mark.slow
+def test_requests_that_lose_their_blocks(runs: Callable[[str], Runs]) -> None:
+    """They are computed again, or loaded again."""
+    here, prompts = runs("Lfm2"), [tokens(count, seed=count) for count in (600, 333, 90)]
+    expected = here.stock(prompts, [1024] * 3)
+    for _ in range(2):
+        with here.engine("kv_both", "recompute") as engine:
+            engine.call("scribble")
+            found = engine.generate(prompts, max_tokens=NUM_NEW, reset_at=(2, 5, 9))
+            same_tokens(found, expected)
+
+
+@pytest.mark.slow
+def test_states_of_another_precision_are_not_found(runs: Callable[[str], Runs]) -> None:
+    here, prompt = runs("Qwen3Next"), tokens(600, seed=1)
+    here.save([prompt[:512]])
+    with here.engine("kv_consumer", mamba_ssm_cache_dtype="float32") as engine:
+        (found,) = engine.generate([prompt])
+    assert found.num_cached_tokens == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"extra": {"layerwise": True}}, "layerwise is True, expected False"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1 for a model whose"),
+    ],
+)
+def test_engines_that_are_refused(
+    options: dict[str, Any], sentence: str, runs: Callable[[str], Runs]
+) -> None:
+    with pytest.raises(EngineError, match=sentence), runs("Lfm2").engine(**options):
+        pass
