@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from kvx_adapters.vllm.states import STATE_AXES
+from kvx_core.errors import InvalidArgumentError
 from kvx_core.model.recurrent import has_recurrent_state, recurrent_state
 
 
@@ -41,8 +43,10 @@ def knows_states(text: Any) -> bool:
     """Whether KVXConnector shares the states of a model, if it has some. text: hf_text_config"""
     if not has_recurrent_state(text):
         return False
-    sizes = recurrent_state(text)
-    return sizes.kind in STATE_AXES or not sizes.state
+    with suppress(InvalidArgumentError):  # it does not say all sizes
+        sizes = recurrent_state(text)
+        return sizes.kind in STATE_AXES or not sizes.state
+    return False
 
 
 def model_refusal(model_config: Any) -> str:

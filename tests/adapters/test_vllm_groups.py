@@ -285,6 +285,7 @@ def test_layers_with_other_numbers_of_heads(
         ("is_hybrid", GDN_CONFIG, False),
         ("is_hybrid", {"model_type": "lfm2", "hidden_size": 8, "conv_L_cache": 3}, False),
         ("is_hybrid", KDA, True),
+        ("is_hybrid", GDN_CONFIG | {"linear_key_head_dim": None}, True),
         ("is_hybrid", {"model_type": "x"}, True),
         ("is_attention_free", {"model_type": "mamba2"}, True),
     ):
