@@ -93,9 +93,12 @@ def connector(layers: dict[str, Any], config: Any) -> Any:
     from kvx_adapters.vllm_plugin.connector import KVXConnector
 
     made = KVXConnector.__new__(KVXConnector)
+    from kvx_adapters.vllm_plugin.states import States
+
     context = SimpleNamespace(static_forward_context=layers)
     made._vllm_config = SimpleNamespace(compilation_config=context)
     made._kv_cache_config = config
+    made._states = States(None, {}, dict(enumerate(config.kv_cache_groups)))
     return made
 
 

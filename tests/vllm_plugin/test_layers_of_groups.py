@@ -33,8 +33,11 @@ def config_of(first: int, last: int) -> Any:
 
 def test_a_workers_groups_have_each_of_its_layers() -> None:
     from kvx_adapters.vllm_plugin.connector import _check_layers
+    from kvx_adapters.vllm_plugin.states import States
 
-    _check_layers([group_of(4, 2), group_of(3)], config_of(2, 5))
+    none = States(None, {}, {})
+
+    _check_layers([group_of(4, 2), group_of(3)], none, config_of(2, 5))
     for groups, found in (
         ([group_of(2, 3)], "[2, 3]"),
         ([group_of(2, 3, 4, 5)], "[2, 3, 4, 5]"),
@@ -42,7 +45,7 @@ def test_a_workers_groups_have_each_of_its_layers() -> None:
         ([], "[]"),
     ):
         with pytest.raises(UnsupportedError) as caught:
-            _check_layers(groups, config_of(2, 5))
+            _check_layers(groups, none, config_of(2, 5))
         told = f"the KV cache has layers {found}, expected each of 2 to 4 once: "
         assert str(caught.value).startswith(told)
 
