@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvx_core import (
-    CacheDesc,
-    CacheSpan,
-    Plane,
-    ScaleDesc,
-    SeqLens,
-)
+from kvx_core import CacheDesc, CacheSpan, Plane, ScaleDesc, SeqLens
 from kvx_core._c import abi
 from kvx_core.types import BlockTableFormat, DType, Layout, Memory, Transfer
 from tests import native
@@ -458,6 +452,7 @@ class View:
         reader: Backend | None = None,
     ) -> None:
         reader = reader or backend
+        self.kept = cache, end, starts  # structs have addresses alone
         self.layers = [backend.layer(layer, cache.bytes_per_block) for layer in cache.layers]
         self.scales = [
             [backend.scale(half) for half in (layer.k, layer.v)] for layer in cache.layers
