@@ -94,6 +94,13 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _new_scheduler(self, hybrid: bool, window: int) -> SchedulerHalf:
         transfer = self._vllm_config.kv_transfer_config
+        if self._states and not is_alone(transfer):
+            raise UnsupportedError(
+                "KVXConnector is beside another connector, expected it alone for a model whose "
+                "layers keep a state: vLLM loses a state that a connector loads within a step, and "
+                "what is computed then would be stored. Serve it with one of them, and with the "
+                "plugin kvx in VLLM_PLUGINS if that is set"
+            )
         is_there = isinstance(self._stores, Stores)
         produces, consumes = (
             transfer.is_kv_producer and is_there,

@@ -20,7 +20,8 @@ class Settings(StoreSettings):
 
     async_load: bool = False  # load beside other requests' steps; prefix caching always does
     layerwise: bool = False  # copy each layer once it is computed, not all after the last one
-    # Of a hybrid model: store the states after one in so many tokens too, in prompts and answers.
+    # Of a hybrid model: store the states after one in so many tokens too, in prompts and, without
+    # asynchronous scheduling, in answers.
     state_every_tokens: int | None = Field(default=None, ge=1)
     # The names of weights that were replaced while the engine ran: of their files only, or also
     # vLLM's weight_version, which then means the same weights on every engine of this model.

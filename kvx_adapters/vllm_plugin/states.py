@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
+from kvx_adapters.vllm.encodings import FP8
 from kvx_adapters.vllm.groups import layer_index
 from kvx_adapters.vllm.spec import minor
 from kvx_adapters.vllm.states import conv_layout_here, state_column
@@ -36,6 +37,7 @@ from kvx_core.connector.plan import BlockIds
 from kvx_core.snapshot import Section
 
 _SPEC = "MambaSpec"
+_PLAIN = ("auto", "float16", "bfloat16", "float32", *FP8)  # dtypes of caches that write_kv writes
 _FIRST_MINOR = 30  # the first vLLM 0.x that can be told which requests' loads have failed
 
 
@@ -244,6 +246,12 @@ def _check(config: Any) -> None:
                 f"{name} is {found}, expected {expected} for a model whose layers keep a state: "
                 f"{why}. Serve it so, or without KVXConnector"
             )
+    if cache.cache_dtype not in _PLAIN:
+        raise UnsupportedError(
+            f"kv_cache_dtype is {cache.cache_dtype!r}, expected one of {', '.join(_PLAIN)} for a "
+            "model whose layers keep a state: a load zeroes the rest of a block, which KVX does "
+            "not do where scales lie beside the values. Serve it so, or without KVXConnector"
+        )
     if config.kv_transfer_config.kv_connector_extra_config.get("layerwise"):
         raise UnsupportedError(
             "layerwise is True, expected False for a model whose layers keep a state: a state is "

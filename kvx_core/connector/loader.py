@@ -176,6 +176,11 @@ class Loader:
             return False
         with self._loading(load) as guard:
             begin = time.perf_counter()
+            if load.stop > load.match.num_tokens:  # before anything is prepared for it
+                raise StoreError(
+                    f"tokens {load.start} to {load.stop} are to be loaded, expected at most "
+                    f"{load.match.num_tokens}: the engine computes the rest"
+                )
             with work.context:
                 sections = self._sections(load.block_ids, load.stop)
                 store = self._stores[load.scope]

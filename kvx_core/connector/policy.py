@@ -107,6 +107,8 @@ class Policy:
             self._unproven.add(request_id)  # older weights may have computed its blocks
         else:  # the request has no blocks that older weights computed
             self._unproven.discard(request_id)
+        if tracked := self._tracked.get(request_id):
+            tracked.computed = 0  # it has lost its blocks
         if not (self.consumes and may_load) or request_id in self._given_up:
             return 0
         scope = self.scope_of(request)
@@ -212,6 +214,8 @@ class Policy:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
+        if self.states is not None and num_computed_tokens < tracked.computed:
+            self._unproven.add(request_id)  # its tokens were taken back: states do not go back
         tracked.computed = stop
         with self.boundary.guard(
             "did not save", f"request {request_id}", count="dropped_saves"
@@ -227,17 +231,14 @@ class Policy:
             self.forget(request_id)
 
     def save_states(self, request_id: RequestId, stop: int, block_ids: BlockIds) -> None:
-        """Plans a save of a request's states after `stop` tokens, which an engine keeps apart until
-        the step ends: call it after `step`. Catches errors.
-
-        block_ids: where these tokens and states are
+        """Plans a save of a request's states after `stop` tokens, which an engine keeps apart in
+        these blocks until the step ends: call it after `step`. Catches errors.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None or not self.produces:
             return
         with self.boundary.guard("did not save", f"request {request_id}", count="dropped_saves"):
-            request = tracked.request
-            known = len(request.all_token_ids)
+            request, known = tracked.request, len(tracked.request.all_token_ids)
             most = known if self.save_generated else request.num_prompt_tokens
             is_computed = known > tracked.hold and stop <= min(most, tracked.computed)
             if is_computed and self._is_shared(tracked):
@@ -397,10 +398,8 @@ class Policy:
         full = stop - stop % chunk
         if stop >= num_prompt_tokens > tracked.saved:
             full = max(full, num_prompt_tokens)
-        keeps_states = stop == tracked.computed and (
-            self.states is not None
-            and self.states.takes(num_computed_tokens, stop, num_prompt_tokens)
-        )
+        takes = self.states.takes if self.states and stop == tracked.computed else None
+        keeps_states = takes is not None and takes(num_computed_tokens, stop, num_prompt_tokens)
         if keeps_states:  # the next step changes them
             full = stop
         if not self.save_generated:

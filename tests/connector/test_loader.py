@@ -14,6 +14,7 @@ from kvx_core import Section
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.loader import Loader, Results
+from kvx_core.connector.lookups import NOTHING
 from kvx_core.connector.plan import BlockIds, Load, Scope
 from kvx_core.connector.settings import StoreSettings
 from tests.connector.serving import Frozen
@@ -204,3 +205,14 @@ def test_a_load_that_is_refused_has_failed(wait: bool, loading: Loading) -> None
     assert loading.loader.take_results() == Results(set() if wait else {"r"}, [(load, 16)])
     (line,) = loading.log
     assert line.endswith("could not load request r: as a test says")
+
+
+def test_a_load_that_is_planned_to_fail_touches_no_block(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may prepare its blocks when it describes them."""
+    monkeypatch.setattr(loading.loader, "_sections", lambda *_: pytest.fail("it was prepared"))
+    load = Load("r", Scope(), NOTHING, 0, len(TOKENS), ([0],), wait=False)
+    loading.loader.start(load)
+    assert loading.end() == Results(loaded={"r"}, failed=[(load, 0)])
+    assert "tokens 0 to 40 are to be loaded, expected at most 0" in loading.log[0]

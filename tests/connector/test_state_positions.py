@@ -132,3 +132,32 @@ def test_states_of_tokens_that_no_step_computes(request_id: str, stop: int, aske
     one.policy.save_states(request_id, stop, ([1, 2], [9]))
     (save,) = one.policy.take_plan(is_idle=False).saves
     assert (save.stop, save.has_states) == (32, False)
+
+
+def test_a_request_whose_tokens_are_taken_back(asked: Any) -> None:
+    """As a session's are behind a stop token that was computed: its states are after that token,
+    and after all that follow. Once it has no blocks it is as any other.
+    """
+    one, request = running(asked, 50)
+    saved(one, request, 50)
+    request.all_token_ids += [7] * 3
+    assert saved(one, request, 53) == []
+    request.num_computed_tokens = 52
+    request.all_token_ids[52:] = prompt(28, 2)
+    request.num_prompt_tokens = 80
+    assert saved(one, request, 80) == []
+    assert not one.policy.finished(request, ([1, 2], [3]), 79)
+    again = Request("r", request.all_token_ids, 1)
+    one.lookup(again)
+    one.policy.allocated(again, ([1, 2], [3]), 0)
+    assert saved(one, again, 80)[-1][1:] == (80, True)
+
+
+def test_a_request_that_has_lost_its_blocks(asked: Any) -> None:
+    """Its tokens are computed anew, and its states with them."""
+    one, request = running(asked, 50)
+    one.step(request, 32)
+    request.num_computed_tokens = 0
+    one.lookup(request)
+    one.policy.allocated(request, ([1, 2], [3]), 0)
+    assert saved(one, request, 50) == [(32, 50, True)]

@@ -315,3 +315,20 @@ def test_engines_that_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=sentence), runs("Lfm2").engine(**options):
         pass
+
+
+@pytest.mark.slow
+def test_an_engine_with_another_connector_is_refused(
+    engines: HybridProcess, model: Model, tmp_path: Path
+) -> None:
+    both = [connector(tmp_path / name) for name in ("one", "two")]
+    config = connector(tmp_path) | {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": both},
+    }
+    options = USUAL | ENGINE["Lfm2"] | {"kv_transfer_config": config}
+    with (
+        pytest.raises(EngineError, match="beside another connector, expected it alone"),
+        engines.engine(model("Lfm2"), **options),
+    ):
+        pass

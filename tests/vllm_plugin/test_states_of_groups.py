@@ -49,7 +49,7 @@ def states(*specs: str, num_layers: int = 3, **fields: Any) -> Any:
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(**GDN_CONFIG, num_hidden_layers=num_layers)
         ),
-        cache_config=SimpleNamespace(use_replayssm=False),
+        cache_config=SimpleNamespace(use_replayssm=False, cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         mamba_config=SimpleNamespace(enable_stochastic_rounding=False),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
@@ -77,6 +77,10 @@ def states(*specs: str, num_layers: int = 3, **fields: Any) -> Any:
         (
             {"mamba_config__enable_stochastic_rounding": True},
             "enable_stochastic_rounding is True, expected False",
+        ),
+        (
+            {"cache_config__cache_dtype": "int8_per_token_head"},
+            "kv_cache_dtype is 'int8_per_token_head', expected one of auto, float16",
         ),
         ({"speculative_config": object()}, "speculative_config is set, expected none"),
         (
