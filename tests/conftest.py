@@ -114,20 +114,26 @@ def backend(built_backend: Backend) -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """The wheel of this tree, built once, by the first process that needs it: with --slow as for a
-    release, else without CUDA."""
-    base = tmp_path_factory.getbasetemp()
-    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
-    with alone("wheel"):
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree without its CUDA kernels."""
+    return _built(tmp_path_factory, "without_cuda", "OFF")
+
+
+@pytest.fixture(scope="session")
+def release_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as it is released, for all GPUs: minutes."""
+    return _built(tmp_path_factory, "with_cuda", "ON")
+
+
+def _built(factory: pytest.TempPathFactory, name: str, cuda: str) -> Path:
+    """A wheel, built once, by the first process that needs it."""
+    base = factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist" / name
+    with alone(f"wheel-{name}"):
         if not list(out.glob("*.whl")):
             build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-            if pytestconfig.getoption("--slow"):
-                build += ["-Ccmake.define.KVX_CUDA=ON"]
-            else:
-                # In a folder of its own: a release's would keep what is set here.
-                build += ["-Ccmake.define.KVX_CUDA=OFF", "-Cbuild-dir=build/without_cuda"]
-            run([*build, "--outdir", out, ROOT])
+            build += [f"-Ccmake.define.KVX_CUDA={cuda}", f"-Cbuild-dir=build/{name}"]
+            run([*build, "--outdir", out, ROOT], timeout=1800)  # all GPUs, on a slow machine
     (made,) = out.glob("*.whl")
     return made
 
@@ -139,6 +145,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def release_library(release_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """libkvx.so of the wheel that is released."""
+    with zipfile.ZipFile(release_wheel) as archive:
+        return Path(archive.extract("kvx_core/libkvx.so", tmp_path_factory.mktemp("release")))
 
 
 @pytest.fixture

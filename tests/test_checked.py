@@ -86,6 +86,12 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
     assert said("--slow").startswith("1 passed")
     assert record.read_text().strip() == checked.digest()
     assert said("--slow").startswith("1 skipped")
+    source, _, processor = checked.digest().partition(" ")
+    for other, kept in ((f"{source} another", True), (f"0 {processor}", False)):
+        record.write_text(f"{other}\n")
+        assert said("--slow").startswith("1 passed")
+        assert (other in record.read_text().splitlines()) == kept
+        assert said("--slow").startswith("1 skipped")
     assert said("--csrc").startswith("1 passed")
     record.write_text("another\n")
     assert said("--slow").startswith("1 passed")

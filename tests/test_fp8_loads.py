@@ -182,9 +182,9 @@ def test_a_head_without_a_usable_scale(bad: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def machine(installed: Path) -> Iterator[Machine]:
+def machine(release_library: Path) -> Iterator[Machine]:
     hostgrid = hostgrid_library()
-    found = Machine(installed / "kvx_core/libkvx.so", Path(hostgrid._name))
+    found = Machine(release_library, Path(hostgrid._name))
     yield found
     found.close()
     HOSTGRID.forget()

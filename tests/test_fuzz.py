@@ -13,6 +13,8 @@ import pytest
 
 from tests.native import run, sanitized_program
 
+pytestmark = pytest.mark.of_csrc
+
 SECONDS = int(os.environ.get("KVX_FUZZ_SECONDS", "5"))
 SEED = int(os.environ.get("KVX_FUZZ_SEED", "1"))
 
@@ -35,3 +37,13 @@ def test_hostile_calls(isa: str) -> None:
         assert accepted > calls / 10, operation
         assert refused > calls / 10, operation
         assert (out_of_range > 0) == (operation != "validate"), operation
+
+
+def test_hostile_lossless_bytes() -> None:
+    """tests/c/lossless.cc: random arrays, damaged ones, and ones that change during a call."""
+    for isa in ("avx512vbmi", "portable"):
+        program = sanitized_program("lossless.cc", "ON")
+        output = run([program, "2", "1"], env={"KVX_CPU_ISA": isa}, timeout=120)
+        counts = {name: int(count) for name, count in re.findall(r"(\w+): (\d+)", output)}
+        assert counts.keys() == {"intact", "accepted", "refused", "changing"}
+        assert min(counts.values()) > 20, output

@@ -30,8 +30,8 @@ COUNTED = (
 
 
 @pytest.fixture(scope="module")
-def libraries(installed: Path) -> list[str | Path]:
-    return ["--library", installed / "kvx_core/libkvx.so", "--hostgrid", hostgrid_library()]
+def libraries(release_library: Path) -> list[str | Path]:
+    return ["--library", release_library, "--hostgrid", hostgrid_library()]
 
 
 @slow

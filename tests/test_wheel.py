@@ -21,12 +21,13 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow  # it needs the wheel with its kernels
-def test_the_wheel_is_for_many_linuxes(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.of_csrc
+def test_the_wheel_is_for_many_linuxes(release_wheel: Path, tmp_path: Path) -> None:
     """As `make wheel` repairs it: its name says for which, nothing is added to it."""
     rule = r"\t(.*auditwheel repair.* build/wheel/.*)"
     (line,) = re.findall(rule, (ROOT / "Makefile").read_text())
     assert line.endswith("$(BIN)/auditwheel repair --wheel-dir dist build/wheel/kvx-*.whl")
-    run([tool("auditwheel"), "repair", "--wheel-dir", tmp_path, wheel], env=environment())
+    run([tool("auditwheel"), "repair", "--wheel-dir", tmp_path, release_wheel], env=environment())
     (made,) = tmp_path.glob("*.whl")
     name = re.fullmatch(r"kvx-[\d.]+-py3-none-manylinux_(\d+)_(\d+)_\w+\.whl", made.name)
     assert name, made.name
