@@ -141,17 +141,20 @@ def _built(factory: pytest.TempPathFactory, name: str, cuda: str) -> Path:
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, unpacked as an installer would."""
-    folder = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
+    return _unpacked(wheel, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def release_library(release_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libkvx.so of the wheel that is released."""
-    with zipfile.ZipFile(release_wheel) as archive:
-        return Path(archive.extract("kvx_core/libkvx.so", tmp_path_factory.mktemp("release")))
+    """libkvx.so of the wheel that is released, among its other files."""
+    return _unpacked(release_wheel, tmp_path_factory) / "kvx_core/libkvx.so"
+
+
+def _unpacked(wheel: Path, factory: pytest.TempPathFactory) -> Path:
+    folder = factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.fixture

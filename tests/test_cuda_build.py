@@ -118,7 +118,7 @@ def test_fp8_is_converted_by_the_hardware(library: Path) -> None:
     assert conversions("sm_90") > 0
 
 
-def test_without_a_driver_the_sentence_says_so(installed: Path) -> None:
+def test_without_a_driver_the_sentence_says_so(library: Path) -> None:
     """A call on DEVICE memory where there is no GPU; CPU calls go on working."""
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
@@ -137,7 +137,7 @@ try:
 except kvx_core.UnsupportedError as error:
     print(error)
 """
-    paths = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
+    paths = os.pathsep.join([str(library.parents[1]), sysconfig.get_path("purelib")])
     environment = {"PYTHONPATH": paths, "KVX_LIBRARY": ""}
     said = run([sys.executable, "-S", "-P", "-c", code], env=environment)
     assert said.startswith("cache.k.memory is DEVICE, but no CUDA device can be used here"), said
