@@ -28,6 +28,7 @@ _ALL = (
     "compression",
     "kv_store",
     "hybrid",
+    "states",
     "vllm_cpu_write",
     "vllm_connector",
     "vllm_hybrids",
@@ -121,6 +122,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import hybrid
 
         return hybrid.run(threads, rounds, options.only)
+    if name == "states":
+        from benchmarks import states
+
+        return states.run(threads, rounds, options.only, quick=options.quick)
     if name == "vllm_cpu_write":
         from benchmarks import vllm_cpu_write
 
