@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 Weights: TypeAlias = Literal["first", "layer", "rows", "random"]
-Family: TypeAlias = Literal["llama", "longrope", "windows", "latents", "images"]
+Family: TypeAlias = Literal[
+    "llama", "longrope", "windows", "latents", "images", "convolutions", "states"
+]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class Setup:
     """What an engine is started with. The cases say which engines share what is stored.
 
     family:        "llama"; "longrope": its rotation depends on `longest`; "windows": some layers
-                   see the last tokens only; "latents": MLA; "images": prompts may have an image
+                   see the last tokens only; "latents": MLA; "images": prompts may have an image;
+                   "convolutions", "states": hybrid, every other layer has attention and the others
+                   short convolutions, or Mamba 2
     weights:       "first"; "layer": one layer's output projection differs, and no other tensor,
                    config or name; "rows": some rows of the embedding differ; "random": those of the
                    files are not loaded, the engine makes its own

@@ -26,6 +26,7 @@ from kvx_conformance.connector import Answer, Request, Setup, Weights
 from kvx_conformance.connector_probe import LENGTH, Probe, prompts
 from kvx_conformance.served import EngineEnded, Served
 
+_HYBRID = ("convolutions", "states")
 _NEW = 12  # tokens of an answer
 _TOLD = 20  # problems that are printed
 _ROUND_SECONDS = 300.0  # one that takes longer hangs
@@ -117,11 +118,21 @@ def _work() -> list[_Batches]:
     ]
     adapted = [replace(one, adapter="one") for one in plain[:25]]
     embedded = [replace(one, embeddings=1.0) for one in plain[:12]]
+    # A state is found where a prompt ended: others go on behind it, some by a few tokens, while a
+    # convolution still has its last ones.
+    talks = [
+        one
+        for first in plain[:30]
+        for more in (0, chance.randrange(1, 4), chance.randrange(4, 60))
+        for one in [Request(first.tokens + chance.choice(ends).tokens[:more])]
+    ]
     images = [replace(one, image=chance.choice([None, 1, 2, 3])) for one in plain[:50]]
     return [
         _Batches(replace(_BASE, adapters=True), [plain, adapted]),
         _Batches(replace(_BASE, embeddings=True), [plain[:50] + embedded]),
         _Batches(replace(_BASE, family="images"), [images]),
+        _Batches(replace(_BASE, family="convolutions"), [talks]),
+        _Batches(replace(_BASE, family="states", prefix_caching=False), [talks]),
     ]
 
 
@@ -138,7 +149,7 @@ class _Driver:
     def run_with_restarts(self) -> None:
         chance = self._chance
         while not self._soak.ended.is_set():
-            (work,) = chance.choices(self._soak.work, [4, 1, 1])
+            (work,) = chance.choices(self._soak.work, [4, 1, 1, 2, 2])
             beside = chance.choice(_BESIDE)
             # Whatever is beside the second connector: vLLM 0.32 goes on sharing blocks whose load
             # within a step has failed, so that others are answered wrong where a request ends
@@ -147,11 +158,13 @@ class _Driver:
             # stands still where requests whose loads beside steps have ended hold all blocks.
             if work.setup.family == "images" and beside in ("before", "behind"):
                 beside = None
+            if work.setup.family in _HYBRID:  # KVX refuses to be beside another there
+                beside = None
             may_share = beside not in ("before", "behind")
             setup = replace(
                 work.setup,
                 block_size=chance.choice([32, 64, 128]),
-                prefix_caching=may_share and chance.random() < 0.5,
+                prefix_caching=may_share and work.setup.prefix_caching and chance.random() < 0.5,
                 beside=beside,
                 num_blocks=128 if beside == "apart" else work.setup.num_blocks,
                 weights=chance.choice(_WEIGHTS) if work.setup.family == "llama" else "first",
@@ -274,6 +287,9 @@ class _Rounds:
         counts = self._found.counts
         counts["requests"] += 1
         counts["tokens reused"] += answer.reused
+        if self._setup.family in _HYBRID:
+            counts["of hybrid models"] += 1
+            counts["tokens reused by hybrid models"] += answer.reused
         for name in ("adapter", "image", "embeddings"):
             counts[f"with {name}"] += getattr(request, name) is not None
         if self._setup.dtype != "float32":  # rounding depends on what runs together

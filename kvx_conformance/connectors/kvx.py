@@ -6,8 +6,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+from kvx_conformance.connector import Setup
 from kvx_conformance.connectors.vllm import VllmConnector
-from kvx_conformance.connectors.vllm_engine import step_until_idle
+from kvx_conformance.connectors.vllm_engine import VllmEngine, step_until_idle
+from kvx_conformance.connectors.vllm_models import HYBRID
 
 
 class Connector(VllmConnector):
@@ -38,12 +40,19 @@ class Connector(VllmConnector):
 class Small(Connector):
     """For soaks: many small files, of which the oldest go; engines load and save in every way."""
 
+    _has_states = False  # of a hybrid model: they are complete after a step alone
+
+    def start(self, setup: Setup, store: Path | None, work: Path) -> VllmEngine:
+        self._has_states = setup.family in HYBRID
+        return super().start(setup, store, work)
+
     def transfer(self, store: Path) -> dict[str, Any]:
         found = super().transfer(store)
         found["kv_connector_extra_config"] |= {
             "chunk_tokens": 32,
-            "max_bytes": 24 << 20,
-            "layerwise": random.random() < 0.3,
+            "max_bytes": (96 if self._has_states else 24) << 20,
+            "layerwise": not self._has_states and random.random() < 0.3,
             "async_load": random.random() < 0.3,
+            "state_every_tokens": random.choice([None, 20]) if self._has_states else None,
         }
         return found

@@ -24,7 +24,7 @@ from kvx_conformance.connectors.vllm_engine import (
     spare_repetitions,
     step_until_idle,
 )
-from kvx_conformance.connectors.vllm_models import LONGEST, Model
+from kvx_conformance.connectors.vllm_models import HYBRID, LONGEST, Model
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -139,9 +139,9 @@ def _options(setup: Setup, directory: Path) -> dict[str, Any]:
         options["speculative_config"] = dict(_DRAFTS[setup.draft])
     if setup.adapters:
         options["max_lora_rank"] = 8
-    if setup.family == "latents":
-        # vLLM 0.32's own rotation on CPU takes MLA's views, whose heads are not side by side, for
-        # other tokens' heads: answers would depend on what else is in a step. PyTorch's does not.
+    if setup.family in ("latents", "convolutions"):
+        # vLLM 0.32's own rotation on CPU takes views whose heads are not side by side for other
+        # tokens' heads: answers would depend on what else is in a step. PyTorch's does not.
         options["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     if setup.theta is not None:
         config = json.loads((directory / "config.json").read_text())
@@ -160,6 +160,12 @@ def _check(setup: Setup) -> None:
     refusals = {
         "the model's config has no such epsilon": setup.family == "images" and setup.epsilon,
         "the model has no rotation": setup.family == "images" and setup.theta,
+        "vLLM on CPU fails by itself where it caches prefixes of Mamba 2": (
+            setup.family == "states" and setup.prefix_caching
+        ),
+        "hybrid models have their first weights only": (
+            setup.family in HYBRID and setup.weights != "first"
+        ),
         f"the model is for {longest} tokens": setup.longest > longest,
         "there are adapters for the family llama only": setup.adapters and setup.family != "llama",
         "embeddings are those of a llama's files": setup.embeddings

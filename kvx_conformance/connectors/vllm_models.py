@@ -21,6 +21,7 @@ from kvx_conformance.connector import Family, Weights
 VOCAB_SIZE = 512
 IMAGE_SIZE = 28  # pixels, both ways
 LONGEST = {"longrope": 512, "images": 512}  # tokens of a sequence; of other families 2048
+HYBRID: tuple[Family, ...] = ("convolutions", "states")
 _WIDTH = 0.2
 _NUM_LAYERS = 3  # the second is the one that "layer" changes: keys of the third differ
 SIZES: dict[str, Any] = {
@@ -163,6 +164,60 @@ def _deepseek_v2(directory: Path) -> None:
     _save(DeepseekV2ForCausalLM, config, directory)
 
 
+def _lfm2(directory: Path) -> None:
+    """vLLM gives it one matrix for both ends, whose answers would repeat the last token: the last
+    norm changes signs.
+    """
+    import torch
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    kinds = ["conv", "full_attention"] * 2
+    sizes = SIZES | {"num_hidden_layers": len(kinds), "pad_token_id": None}
+    config = Lfm2Config(layer_types=kinds, conv_L_cache=3, block_auto_adjust_ff_dim=False, **sizes)
+
+    def with_signs(model: Any) -> None:
+        weight = model.model.embedding_norm.weight
+        weight.copy_(torch.randint(2, weight.shape) * 2.0 - 1)
+
+    _save(Lfm2ForCausalLM, config, directory, with_signs)
+    path = directory / "config.json"  # vLLM 0.32 reads names that transformers does not write
+    names = {"conv_dim": sizes["hidden_size"], "block_dim": sizes["hidden_size"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+
+
+def _granite4(directory: Path) -> None:
+    """Its states keep 0.98 to 0.9998 of themselves per token. With the usual random numbers they
+    forget a prompt within a few tokens, and a wrong one would not show.
+    """
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    kinds = ["mamba", "attention"] * 2
+    config = GraniteMoeHybridConfig(
+        layer_types=kinds,
+        num_local_experts=0,
+        shared_intermediate_size=SIZES["intermediate_size"],
+        attention_multiplier=SIZES["head_dim"] ** -0.5,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        pad_token_id=None,
+        **SIZES | {"num_hidden_layers": len(kinds)},
+    )
+
+    def slowly_decaying(model: Any) -> None:
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.copy_(torch.logspace(-3.7, -1.7, len(weight)).log())
+            elif name.endswith("dt_bias"):
+                weight.zero_()
+
+    _save(GraniteMoeHybridForCausalLM, config, directory, slowly_decaying)
+
+
 def blip2(directory: Path) -> None:
     """A model for images: one is four tokens in front of the prompt."""
     from tokenizers import Tokenizer
@@ -216,6 +271,8 @@ _FAMILIES: dict[Family, Callable[[Path], None]] = {
     "windows": _gemma3,
     "latents": _deepseek_v2,
     "images": blip2,
+    "convolutions": _lfm2,
+    "states": _granite4,
 }
 
 
@@ -245,12 +302,17 @@ def save_adapter(directory: Path, name: str) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def _save(kind: Any, config: Any, directory: Path) -> None:
+def _save(
+    kind: Any, config: Any, directory: Path, change: Callable[[Any], None] = lambda model: None
+) -> None:
+    """change: what the model's random weights are put through"""
     import torch
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        kind(config).save_pretrained(directory)
+        model = kind(config)
+        change(model)
+        model.save_pretrained(directory)
 
 
 def _tensors(files: Path) -> dict[str, Any]:
