@@ -12,6 +12,8 @@ _EXTRAS = {
     "transformers": "transformers",
     "tokenizers": "transformers",
     "vllm": "vllm",
+    "mlx": "mlx",
+    "mlx_lm": "mlx",
 }
 
 

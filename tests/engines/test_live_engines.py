@@ -40,7 +40,8 @@ def test_the_page_runs_as_it_stands(dst: str, capsys: pytest.CaptureFixture[str]
     ids = tiny_model.prompt(50)
     a, b = live("transformers"), live(dst)
     a.prefill(ids[:-1])
-    names = Document("live_migration.md").run({"a": a, "b": b, "said": ids[-1:]})
+    page = Document("live_migration.md")
+    names = page.run({"a": a, "b": b, "said": ids[-1:]}, page.snippets()[0])
     assert tuple(names["said"][1:]) == alone(50, 39)
     tokens, num_bytes, seconds = capsys.readouterr().out.split()
     assert int(tokens) == names["report"].num_tokens % 16

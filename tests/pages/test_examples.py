@@ -10,15 +10,20 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.documents import Document
+from tests.native import run
 
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 START_VLLM = {  # and take their time
     "continue_elsewhere",
+    "hybrid_conversation",
     "hf_prefill_vllm_decode",
     "share_a_prefix",
     "vllm_to_transformers",
@@ -124,6 +129,27 @@ def test_example(
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     torch.set_num_threads(threads)
     require_lines(capsys.readouterr().out, PRINTED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("vllm") is None or find_spec("mlx_lm") is None,
+    reason="vllm and mlx-lm are not installed",
+)
+def test_a_hybrid_conversation() -> None:
+    """It prints what docs/live_migration.md shows; the page's snippet is a part of it."""
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("keys in bfloat16 are AMX tiles there, which live_hybrid_span refuses")
+    page = Document("live_migration.md")
+    assert page.snippets()[1] in (EXAMPLES / "hybrid_conversation.py").read_text()
+    (shown,) = (text for text in page.snippets("text") if "zero states" in text)
+    printed = run(
+        [sys.executable, EXAMPLES / "hybrid_conversation.py"],
+        env={"PYTHONPATH": str(EXAMPLES.parent)},
+    )
+    for line in shown.splitlines():
+        kind = "zero states   '"  # which differ, as the example checks; rounding decides how
+        assert f"\n{kind if line.startswith(kind) else line}" in printed, printed
 
 
 def require_lines(printed: str, expected: list[str]) -> None:

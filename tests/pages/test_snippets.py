@@ -64,9 +64,12 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
     },
     "docs/layouts.md": {"": (1, (DRAWING,))},
     "docs/live_migration.md": {
-        "python": (1, ("tests/engines/test_live_engines.py",)),
+        "python": (2, ("tests/engines/test_live_engines.py", "tests/pages/test_examples.py")),
         "json": (1, (COMMANDS,)),
-        "text": (2, ("tests/vllm_plugin/test_handover.py", DRAWING)),
+        "text": (
+            3,
+            ("tests/pages/test_examples.py", "tests/vllm_plugin/test_handover.py", DRAWING),
+        ),
     },
     "docs/llama_cpp.md": {"python": (3, ("tests/adapters/test_llama_cpp_docs.py",))},
     "docs/merge_prefixes.md": {

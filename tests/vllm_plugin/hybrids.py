@@ -87,9 +87,18 @@ NAMES = {"Lfm2": {"conv_dim": 128, "block_dim": 128}}
 def hybrid(directory: Path, family: str) -> Any:
     """Saves a model of a family, and returns it. transformers computes it too."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-    model = slowly_decaying(model).to(torch.bfloat16)
+    return save(slowly_decaying(made(family).requires_grad_(False)), directory, family)
+
+
+def made(family: str, **sizes: Any) -> Any:
+    """A model of a family in float32; sizes: in place of those above."""
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | sizes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def save(model: Any, directory: Path, family: str) -> Any:
+    """Saves a model in bfloat16 as vLLM reads it, and returns it."""
+    model = model.to(torch.bfloat16)
     model.save_pretrained(directory)
     said = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(said | NAMES.get(family, {})))
