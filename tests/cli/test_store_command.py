@@ -498,7 +498,7 @@ def test_a_month(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-@pytest.mark.parametrize("num_entries", [240, pytest.param(30_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_entries", [240, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_a_large_store(num_entries: int, tmp_path: Path) -> None:
     """Two weeks bring a tenth more than fits; then it is inspected, trimmed and emptied by salt."""
     stores = [prefix_store(tmp_path, salt=salt) for salt in ("", "shop")]
