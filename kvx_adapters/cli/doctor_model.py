@@ -162,7 +162,7 @@ def _verdicts(kinds: Kinds, text: Any) -> Iterator[tuple[str, str]]:
     else:
         how = "; loads while other steps run" if windows or kinds.has_states else ""
         how += "; before vLLM 0.30 it loads nothing" if windows and kinds.full else ""
-        how += ". Needs vLLM 0.30, one rank: docs/hybrid.md" if kinds.has_states else ""
+        how += ". Needs vLLM 0.30: docs/hybrid.md" if kinds.has_states else ""
         yield "vLLM", f"the connector shares its prefixes{how}"
     if no:
         yield "transformers", f"not described: {no}"

@@ -18,11 +18,11 @@ from kvx_core import (
     StateFacts,
     UnsupportedError,
 )
+from kvx_core.desc.states import CONV_ROLES
 from kvx_core.model.recurrent import RecurrentState, recurrent_state
 
 _CONV, _KDA_CONV = ("block", "channel", "time"), ("block", "time", "channel")
 _ANY_CONV = ("block", "dim", "dim")
-CONV_ROLES = 1000  # roles of further convolutions: CONV_STATE, 1001, 1002, ...
 
 
 # The axes of `temporal` beside layers and slots, of the kinds that SGLang's kernels show.

@@ -23,6 +23,7 @@ from kvx_adapters.vllm.nvfp4 import nvfp4_view
 from kvx_adapters.vllm.refusals import model_refusal, refusal
 from kvx_adapters.vllm.self_test import engine_write, self_test, self_test_group
 from kvx_adapters.vllm.spec import LayerSpec
+from kvx_adapters.vllm.state_self_test import self_test_states
 from kvx_adapters.vllm.states import live_hybrid_span, state_view
 from kvx_adapters.vllm.tables import NULL_BLOCK_ID, block_table, seq_lens, slot_mapping
 
@@ -52,6 +53,7 @@ __all__ = [
     "refusal",
     "self_test",
     "self_test_group",
+    "self_test_states",
     "seq_lens",
     "slot_mapping",
     "state_view",

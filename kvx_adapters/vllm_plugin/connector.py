@@ -12,8 +12,9 @@ Source: vllm 0.26 to 0.33 distributed/kv_transfer/kv_connector/v1/base.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -169,10 +170,11 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         _check_layers(groups, states, config)
         states.bind(layers)
+        _tested(partial(states.self_test, layers), "recurrent states")
         held, sections = [], []
         stored = StorageFormat.of(self._settings.format)
         for index, group in zip(states.attention, groups, strict=True):
-            _self_test(group, kv_caches, layers)
+            _tested(partial(vllm.self_test_group, group, kv_caches, layers), "KV cache")
             for part in _alike(group, layers):
                 facts = _facts(config, part.layers[0])
                 view, kernel_blocks = vllm.group_view(part, kv_caches, facts, layers)
@@ -191,6 +193,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             by_request=_BY_REQUEST,
             weights=self._weights,
             states=states,
+            rank=parallel_state.get_tensor_model_parallel_rank(),
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -477,11 +480,9 @@ def _alike(group: vllm.LayerGroup, layers: Mapping[str, Any]) -> list[vllm.Layer
     ]
 
 
-def _self_test(
-    group: vllm.LayerGroup, kv_caches: Mapping[str, Tensor], layers: Mapping[str, Any]
-) -> None:
-    """Has vLLM write a token and KVX read it. Raises InvalidArgumentError if they differ."""
+def _tested(self_test: Callable[[], None], of: str) -> None:
+    """Has vLLM write and KVX read. Raises InvalidArgumentError if they differ."""
     try:
-        vllm.self_test_group(group, kv_caches, layers)
+        self_test()
     except UnsupportedError as error:
-        logger.warning("KVX has not tested its description of the KV cache: %s", error)
+        logger.warning("KVX has not tested its description of the %s: %s", of, error)

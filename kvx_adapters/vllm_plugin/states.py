@@ -21,19 +21,22 @@ from kvx_adapters import vllm
 from kvx_adapters.vllm.encodings import FP8
 from kvx_adapters.vllm.groups import layer_index
 from kvx_adapters.vllm.spec import minor
+from kvx_adapters.vllm.state_self_test import FACTS
 from kvx_adapters.vllm.states import conv_layout_here, state_column
+from kvx_adapters.vllm_plugin.state_steps import self_test_of_layers
 from kvx_adapters.vllm_plugin.windows import window_of
 from kvx_core import (
     CacheFacts,
     CacheView,
     InvalidArgumentError,
     PlaneKind,
-    Role,
     SlotMapping,
     UnsupportedError,
     write_kv,
 )
 from kvx_core.connector.plan import BlockIds
+from kvx_core.desc.states import StateFacts, stored_heads
+from kvx_core.model.recurrent import recurrent_state
 from kvx_core.snapshot import Section
 
 _SPEC = "MambaSpec"
@@ -48,25 +51,33 @@ class States:
     config: Any  # hf_text_config: says what a state is made of
     groups: Mapping[int, Any]  # by index: KVCacheGroupSpec of recurrent layers
     attention: Mapping[int, Any]  # by index: the other groups
+    num_ranks: int = 1  # of tensor parallelism
     _tensors: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # of a worker, by layer
     _of_thread: threading.local = field(default_factory=threading.local)
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
         """Raises UnsupportedError for an engine whose states the connector does not share."""
-        groups = dict(enumerate(kv_cache_config.kv_cache_groups))
-        states = {i: one for i, one in groups.items() if _is_state(one.kv_cache_spec)}
-        found = cls(
+        found = cls.held(
             vllm_config.model_config.hf_text_config,
-            states,
-            {i: one for i, one in groups.items() if i not in states},
+            kv_cache_config,
+            vllm_config.parallel_config.tensor_parallel_size,
         )
-        if states:
+        if found:
             _check(vllm_config)
             _check_windows(found.attention)
-        for group in states.values():
+            found.heads_of(0)
+        for group in found.groups.values():
             state_column(group.kv_cache_spec, 1)
         return found
+
+    @classmethod
+    def held(cls, config: Any, kv_cache_config: Any, num_ranks: int = 1) -> Self:
+        """The recurrent layers of any engine. config: hf_text_config"""
+        groups = dict(enumerate(kv_cache_config.kv_cache_groups))
+        states = {i: one for i, one in groups.items() if _is_state(one.kv_cache_spec)}
+        others = {i: one for i, one in groups.items() if i not in states}
+        return cls(config, states, others, num_ranks)
 
     def __bool__(self) -> bool:
         """True if the model has recurrent layers."""
@@ -92,15 +103,42 @@ class States:
         index, count = layer_index(name), int(self.config.num_hidden_layers)
         return index - count if self.config.model_type == "falcon_h1" else index
 
+    def _parts(self, num_ranks: int = 1) -> list[StateFacts]:
+        """What each layer has: a convolution and, but for short ones, a state."""
+        sizes = recurrent_state(self.config)
+        parts = [sizes.conv_facts(num_ranks=num_ranks)]
+        return [*parts, sizes.state_facts(num_ranks=num_ranks)] if sizes.state else parts
+
     @property
     def planes(self) -> list[PlaneKind]:
-        """What a store has of these layers: a convolution and, but for short ones, a state."""
+        """What a store has of these layers: each section of their parts."""
+        parts = self._parts() if self else []
         return [
-            PlaneKind(self._layer(name), role, 0, replicated=True)
-            for group in self.groups.values()
-            for name in group.layer_names
-            for role in (Role.CONV_STATE, Role.STATE)[: len(group.kv_cache_spec.shapes)]
+            PlaneKind(layer, part.stored_role(section.name), 0, section.replicated)
+            for layer in self.layers
+            for part in parts
+            for section in part.sections
         ]
+
+    @property
+    def heads(self) -> int:
+        """Into how many heads a store cuts the states of a layer, over all ranks."""
+        return stored_heads(self._parts())
+
+    def heads_of(self, rank: int) -> tuple[int, int]:
+        """Returns the heads of the states that a rank has: first, and one past the last.
+
+        Raises UnsupportedError for ranks that do not share states so.
+        """
+        heads, num_ranks = self.heads, self.num_ranks
+        if heads % num_ranks:
+            raise UnsupportedError(
+                f"tensor_parallel_size is {num_ranks}, expected a divisor of {heads}, the heads "
+                "into which a store cuts the states of this model's layers. Serve it so, or "
+                "without KVXConnector"
+            )
+        self._parts(num_ranks)  # raises if groups of B and C cannot be shared so
+        return rank * heads // num_ranks, (rank + 1) * heads // num_ranks
 
     def offered(
         self, offers: Iterable[tuple[int, int, int]], block_ids: BlockIds
@@ -130,6 +168,33 @@ class States:
             for name in group.layer_names:
                 self._tensors[self._layer(name)] = tuple(layers[name].kv_cache)
 
+    def self_test(self, layers: Mapping[str, Any]) -> None:
+        """Has vLLM's own ops add tokens to a state of each layer, and reads it back through KVX.
+
+        layers: as for `bind`, which comes before; the cache must not be in use
+        Restores what it writes. Raises InvalidArgumentError naming what differs, UnsupportedError
+        where no step of such a layer can be run alone.
+        """
+        if not self:
+            return
+        if self.num_ranks > 1:
+            raise UnsupportedError(
+                f"tensor_parallel_size is {self.num_ranks}, expected 1: steps of one rank alone "
+                "have not been tried"
+            )
+        names = {self._layer(n): n for one in self.groups.values() for n in one.layer_names}
+        last = min(tensors[0].shape[0] for tensors in self._tensors.values()) - 1
+        view = vllm.state_view(
+            self._tensors,
+            dict.fromkeys(names, (last,)),
+            FACTS,
+            config=self.config,
+            num_tokens=[0],
+            conv_layout=conv_layout_here(),
+        )
+        planes = {name: [p for p in view.planes if p.layer == i] for i, name in names.items()}
+        self_test_of_layers(planes, recurrent_state(self.config), layers, last)
+
     def has_blocks(self, block_ids: BlockIds, num_tokens: int) -> bool:
         """True if a request has blocks for its states after `num_tokens` tokens."""
         return all(
@@ -138,17 +203,19 @@ class States:
             for column in (state_column(group.kv_cache_spec, num_tokens),)
         )
 
-    def section(self, block_ids: BlockIds, num_tokens: int, facts: CacheFacts) -> Section:
-        """Returns a request's states after `num_tokens` tokens, zero-copy.
+    def section(
+        self, block_ids: BlockIds, num_tokens: int, facts: CacheFacts, rank: int = 0
+    ) -> Section:
+        """Returns a rank's states of a request after `num_tokens` tokens, zero-copy.
 
         It is this thread's until the thread calls it again: a view of 72 planes takes longer to
         make than their bytes to copy.
-        facts: the same in all calls
+        facts, rank: the same in all calls
         Raises InvalidArgumentError if a block of them is null, IndexError if there is none.
         """
         here = getattr(self._of_thread, "found", None)
         if here is None:
-            here = self._of_thread.found = self._described(facts)
+            here = self._of_thread.found = self._described(facts, rank)
         for index, group in self.groups.items():
             block = block_ids[index][state_column(group.kv_cache_spec, num_tokens)]
             if block < 1:
@@ -160,7 +227,7 @@ class States:
         here.num_tokens = num_tokens
         return here.section.of_sequence(None, num_tokens)
 
-    def _described(self, facts: CacheFacts) -> _OfThread:
+    def _described(self, facts: CacheFacts, rank: int) -> _OfThread:
         """Describes the states of a request: whose they are, `section` says."""
         of_layer = {
             self._layer(name): i for i, one in self.groups.items() for name in one.layer_names
@@ -172,6 +239,8 @@ class States:
             config=self.config,
             num_tokens=[0],
             conv_layout=conv_layout_here(),
+            rank=rank,
+            num_ranks=self.num_ranks,
         )
         device = next(iter(self._tensors.values()))[0].device
         slots = {index: torch.ones(1, dtype=torch.int64, device=device) for index in self.groups}
@@ -179,7 +248,9 @@ class States:
         planes = tuple(replace(p, slots=mappings[of_layer[p.layer]]) for p in view.planes)
         found = _OfThread(slots)
         view = replace(view, planes=planes, state_tokens=lambda: found.num_tokens)
-        found.section = Section(self.layers, view, None)
+        section = Section(self.layers, view, None).states
+        assert section is not None
+        found.section = section
         return found
 
 
@@ -231,8 +302,12 @@ def _check(config: Any) -> None:
         )
     cache, parallel = config.cache_config, config.parallel_config
     for name, found, expected, why in (
-        ("tensor_parallel_size", parallel.tensor_parallel_size, 1, "a store has whole states"),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "a store has whole states"),
+        (
+            "pipeline_parallel_size",
+            parallel.pipeline_parallel_size,
+            1,
+            "KVXConnector has not been tested so",
+        ),
         ("use_replayssm", getattr(cache, "use_replayssm", False), False, "states lag behind"),
         (
             "enable_stochastic_rounding",

@@ -45,6 +45,11 @@ class Stores(Scoped):
             precision=self._precisions,
             windows=[reach.get(layer, 0) for layer in range(num_layers)],
             planes=states.planes,
+            state_heads=[
+                states.heads if layer in states.layers else 0 for layer in range(num_layers)
+            ]
+            if states
+            else None,
         )
         super().__init__(store)
 

@@ -56,6 +56,7 @@ class WorkerHalf:
     device:     the device of the caches
     by_request: True if vLLM asks for failed requests too, not only for failed blocks
     states:     its layers with a state; None: none
+    rank:       of tensor parallelism
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class WorkerHalf:
         by_request: bool,
         weights: Weights,
         states: States | None = None,
+        rank: int = 0,
     ) -> None:
         self._weights = weights
         self._seen = 0  # the scheduler's generation of weights, as the last plan had it
         self._told = Report(0, 0, False, weights.origin)
         self._boundary, self._held, self._device = boundary, held, device
         self._by_request = by_request
-        self._states = states or None
+        self._states, self._rank = states or None, rank
         self._has_one_group = len({part.index for part in held}) == 1 and self._states is None
         self._layer_of = {
             name: layer
@@ -87,8 +89,12 @@ class WorkerHalf:
         heads = {layer: part.heads for part in held for layer in part.group.layers}
         if self._states is not None:
             heads = dict.fromkeys(self._states.layers, (0, 1)) | heads
-        of_layers = list(heads), list(heads.values())
-        self._saver = Saver(stores, settings, boundary, self._counts, self._sections, *of_layers)
+        self._saver = Saver(
+            *(stores, settings, boundary, self._counts, self._sections),
+            list(heads),
+            list(heads.values()),
+            None if self._states is None else self._states.heads_of(rank),
+        )
         # Asynchronous loads use it. None without CUDA: torch.cuda.stream(None) does nothing.
         new_stream: Any = torch.cuda.Stream
         self._stream = new_stream(device) if device.type == "cuda" else None
@@ -242,7 +248,8 @@ class WorkerHalf:
             for part, section in zip(self._held, self._of_no_sequence, strict=True)
         ]
         if self._states is not None and self._states.has_blocks(block_ids, num_tokens):
-            found.append(self._states.section(block_ids, num_tokens, self._facts_of_states))
+            states = self._states.section(block_ids, num_tokens, self._facts_of_states, self._rank)
+            found.append(states)
         return found
 
     def _to_load(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:

@@ -94,6 +94,7 @@ class StoreSettings(BaseModel):
         new_chunk_tokens: int = 128,
         windows: Sequence[int] | None = None,
         planes: Iterable[PlaneKind] = (),
+        state_heads: Sequence[int] | None = None,
     ) -> PrefixStore:
         """Opens the store of a model: see PrefixStore.
 
@@ -120,6 +121,7 @@ class StoreSettings(BaseModel):
             encryption_key=encryption_key,
             windows=windows,
             planes=planes,
+            state_heads=state_heads,
         )
         store.index.fresh_seconds = self.fresh_seconds
         config = read_config(directory, Secrets.of(key, encryption_key))

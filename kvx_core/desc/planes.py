@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, TypeVar
@@ -207,6 +207,41 @@ class Plane(Borrowed):
         skipped = state.first_column * self.stride[time] * self.dtype.itemsize
         facts = replace(state, first_column=0)
         return replace(self, shape=shape, data=self.data + skipped, state=facts)
+
+    def by_heads(self, num_heads: int) -> Iterator[Plane]:
+        """Yields the sections of a state, as a store has them: planes cut into heads.
+
+        num_heads: of the states of the layer, over all ranks: `stored_heads`
+        A section that every rank has whole is a plane that is replicated.
+        Raises UnsupportedError if the ranks do not divide the heads.
+        """
+        state = self.state
+        if state is None:
+            yield self
+            return
+        if num_heads % state.num_ranks:
+            raise UnsupportedError(
+                f"{self.kind()} is split over {state.num_ranks} ranks, expected a divisor of "
+                f"{num_heads}, the heads into which a store cuts the states of such a layer"
+            )
+        at = self.axes.index(Axis.HEAD)
+        for section, held in zip(state.sections, state.held(), strict=True):
+            count, step = held.end - held.begin, self.stride[at]
+            heads = count if section.replicated else num_heads // state.num_ranks
+            # The parts of the axis: heads, and what each has of the section.
+            shape, stride = (heads, count // heads), (count // heads * step, step)
+            parts = 1 if count == heads else 2
+            axes = (Axis.HEAD, Axis.DIM)[:parts]
+            yield replace(
+                self,
+                axes=(*self.axes[:at], *axes, *self.axes[at + 1 :]),
+                shape=(*self.shape[:at], *shape[:parts], *self.shape[at + 1 :]),
+                stride=(*self.stride[:at], *stride[:parts], *self.stride[at + 1 :]),
+                data=self.data + held.offset * step * self.dtype.itemsize,
+                role=state.stored_role(held.name),
+                replicated=section.replicated,
+                state=None,
+            )
 
     def of_parts(self) -> Plane:
         """The same plane, its table not `exact`, for calls that each move some of its entries."""

@@ -7,13 +7,14 @@ other axes outermost, other columns, and on several ranks. Spec: E.24
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 from kvx_core.argument_checks import bad_argument, coerce_fields, flag, integer, list_of, one_of
 from kvx_core.errors import InvalidArgumentError
-from kvx_core.types import Axis
+from kvx_core.types import Axis, Role
 
 # Of each kind, the axes of its recurrent state beside "block". Ranks split the first one.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -34,6 +35,8 @@ CONV_SECTIONS = {
     "short_conv": ("x",),
 }
 _NO_CONV = ("lightning",)
+CONV_ROLES = 1000  # roles of further convolutions of a layer: CONV_STATE, 1001, 1002, ...
+MAX_STORED_HEADS = 64  # into which a store cuts the states of a layer: so many ranks share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +144,28 @@ class StateFacts:
 
     def why_not_stored(self) -> str | None:
         """Why files cannot have such a plane; None if they can."""
+        names = {section.name for section in self.sections}
+        if self.newest_first:
+            return "has its newest input first, expected the oldest"
+        if self.is_conv and not names <= set(CONV_SECTIONS[self.kind]):
+            return f"has the sections {sorted(names)}, expected some of {CONV_SECTIONS[self.kind]}"
+        return None
+
+    def why_not_whole(self) -> str | None:
+        """Why a snapshot, which has states whole, cannot have such a plane; None if it can."""
         names = tuple(section.name for section in self.sections)
         if self.num_ranks > 1 and not all(section.replicated for section in self.sections):
             return f"is rank {self.rank} of {self.num_ranks}, expected all ranks together"
-        if self.newest_first:
-            return "has its newest input first, expected the oldest"
         if self.is_conv and names != CONV_SECTIONS[self.kind]:
             return f"has the sections {names}, expected {CONV_SECTIONS[self.kind]}"
         return None
+
+    def stored_role(self, section: str) -> int:
+        """The role of the plane that a store has of a section."""
+        if not self.is_conv:
+            return int(Role.STATE)
+        i = CONV_SECTIONS[self.kind].index(section)
+        return CONV_ROLES + i if i else int(Role.CONV_STATE)
 
     def check(self, axes: Sequence[Axis], shape: Sequence[int], tokens_per_entry: int) -> None:
         """Raises InvalidArgumentError unless a plane of these axes can hold such a state."""
@@ -178,6 +195,18 @@ class StateFacts:
     def _words(self) -> str:
         part = "convolution" if self.is_conv or not KINDS[self.kind] else "state"
         return f"the {part} of {self.kind}"
+
+
+def stored_heads(parts: Iterable[StateFacts]) -> int:
+    """Returns into how many heads a store cuts the states of a layer, over all ranks.
+
+    Each section that ranks split has equally many channels, or heads of its own, in each. So what
+    engines on other numbers of ranks store is the same, as long as these divide it.
+    parts: of the layer: its convolution, its recurrent state
+    """
+    sections = [section for part in parts for section in part.sections]
+    widths = [section.width for section in sections if not section.replicated]
+    return gcd(MAX_STORED_HEADS, *widths) if widths else 1
 
 
 def state_axes(name: str, axes: Sequence[str], facts: StateFacts) -> tuple[list[int], list[Axis]]:

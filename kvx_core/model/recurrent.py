@@ -65,10 +65,12 @@ class RecurrentState:
 
         Source: vllm 0.32 mamba_utils.py, extra_groups_for_head_shards: one group is repeated
         """
-        if name not in self.groups or self.num_groups % num_ranks == 0:
+        if name not in self.groups:
             return False
         if self.num_groups == 1:
             return True
+        if self.num_groups % num_ranks == 0:
+            return False
         raise UnsupportedError(
             f"section {name} has {self.num_groups} groups and num_ranks is {num_ranks}, expected a "
             "divisor, or a model with one group, which every rank has"

@@ -15,7 +15,7 @@ from kvx_core.desc.in_place import is_torch
 from kvx_core.desc.tables import BlockTable, SeqLens
 from kvx_core.desc.tensors import int64_array
 from kvx_core.desc.view import CacheView
-from kvx_core.errors import InvalidArgumentError
+from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.ops.migrate import copy_tokens
 from kvx_core.snapshot.contents import (
     SCALE_KINDS,
@@ -79,6 +79,13 @@ def check_sections(sections: Sequence[Section], format: StorageFormat, carried: 
                 f"section.view.facts.total_kv_heads is {total}, expected at least {end}: the view "
                 f"has the KV heads {first} to {end - 1} of the model"
             )
+        for plane in section.view.planes:
+            reason = None if plane.state is None else plane.state.why_not_whole()
+            if reason is not None:
+                raise UnsupportedError(
+                    f"{plane.kind()} {reason}. A PrefixStore takes it so; else migrate it into "
+                    "memory of that kind first"
+                )
         format.check(section)
 
 

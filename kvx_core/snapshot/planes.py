@@ -6,7 +6,7 @@ unchanged, and can be loaded into planes of the same dtype alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from kvx_core.desc.facts import CacheFacts
 from kvx_core.desc.planes import Plane
 from kvx_core.desc.scales import ScaleDesc
+from kvx_core.desc.states import stored_heads
 from kvx_core.desc.tensors import row_major
 from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
@@ -41,6 +42,12 @@ def kinds_of(view: CacheView) -> tuple[PlaneKind, ...]:
     return tuple(sorted(PlaneKind.of(plane) for plane in view.planes if not is_kv(plane)))
 
 
+def stored_kinds(view: CacheView) -> tuple[PlaneKind, ...]:
+    """Returns the planes of a view beside K and V as a store has them, sorted."""
+    kept = stored_planes(plane for plane in view.planes if not is_kv(plane))
+    return tuple(sorted(map(PlaneKind.of, kept)))
+
+
 def shape_of(plane: Plane, num_tokens: int) -> tuple[int, int, int]:
     """Returns the shape of a plane in a snapshot: entries, heads, units. 0 entries: not stored."""
     entries = PlaneKind.of(plane).num_entries(num_tokens)
@@ -55,6 +62,40 @@ def scale_of(plane: Plane) -> ScaleDesc | None:
 def num_heads_of(planes: Sequence[Plane]) -> int:
     """Returns the number of heads of the planes that ranks split; 1 if they split no plane."""
     return next((plane.extent(Axis.HEAD) for plane in planes if not plane.replicated), 1)
+
+
+def stored_planes(planes: Iterable[Plane]) -> list[Plane]:
+    """Returns planes as a store has them: the states of recurrent layers cut into heads, which
+    ranks share, see Plane.by_heads.
+    """
+    found, of_layer = [], dict[int, list[Plane]]()
+    for plane in planes:
+        if plane.state is None:
+            found.append(plane)
+        else:
+            of_layer.setdefault(plane.layer, []).append(plane)
+    for states in of_layer.values():
+        heads = stored_heads(plane.state for plane in states if plane.state is not None)
+        found += [part for plane in states for part in plane.by_heads(heads)]
+    return found
+
+
+def first_state_head(planes: Iterable[Plane], stored: Sequence[Plane]) -> int:
+    """Returns the first head that a rank has of the states of a layer.
+
+    planes, stored: the states, as they are and as `stored_planes` returns them
+    Raises InvalidArgumentError for states of several ranks.
+    """
+    states = [plane.state for plane in planes if plane.state is not None]
+    ranks = {(state.rank, state.num_ranks) for state in states}
+    if len(ranks) > 1:
+        words = " and ".join(f"rank {rank} of {count}" for rank, count in sorted(ranks))
+        raise InvalidArgumentError(
+            f"the states of a section are of {words}, expected all of one. Make a section of each"
+        )
+    if all(plane.replicated for plane in stored):
+        return 0
+    return sum(rank for rank, _ in ranks) * num_heads_of(stored)
 
 
 def by_entry(planes: Sequence[Plane]) -> list[list[Plane]]:

@@ -23,7 +23,14 @@ from kvx_core.errors import InvalidArgumentError, OutOfRangeError, UnsupportedEr
 from kvx_core.ops.holds import require_holds
 from kvx_core.ops.narrow import narrowed
 from kvx_core.snapshot.contents import PlaneKind
-from kvx_core.snapshot.planes import check_planes, is_kv, num_heads_of, view_of_planes
+from kvx_core.snapshot.planes import (
+    check_planes,
+    first_state_head,
+    is_kv,
+    num_heads_of,
+    stored_planes,
+    view_of_planes,
+)
 from kvx_core.snapshot.precision import VALUES, Precision
 from kvx_core.snapshot.scales import has_vector_scales
 from kvx_core.types import BlockTableFormat, DType, Memory
@@ -167,15 +174,28 @@ class Section:
 
     @property
     def states(self) -> Section | None:
-        """The section with its states alone, planes of one entry per sequence; None without any."""
+        """The section with its states alone, as a store has them: planes of one entry per sequence,
+        cut into heads. None without any.
+
+        Raises UnsupportedError for states that a store cannot cut so.
+        """
         planes = tuple(plane for plane in self.view.planes if not plane.tokens_per_entry)
+        if any(plane.state is not None for plane in planes):
+            stored = tuple(stored_planes(planes))
+            first = first_state_head(planes, stored)
+            facts = replace(self.view.facts, first_kv_head=first, total_kv_heads=None)
+            return self._of_planes(stored, facts)
         is_whole = not self.view.layers and len(planes) == len(self.view.planes)
         return self if is_whole else self._of_planes(planes)
 
-    def _of_planes(self, planes: tuple[Plane, ...]) -> Section | None:
+    def _of_planes(
+        self, planes: tuple[Plane, ...], facts: CacheFacts | None = None
+    ) -> Section | None:
         layers = {plane.layer for plane in planes}
         held = tuple(layer for layer in self.layers if layer in layers)
         view = view_of_planes(self.view, planes)
+        if facts is not None:
+            view = replace(view, facts=facts)
         return replace(self, layers=held, view=view) if held else None
 
     def of(self, layers: Sequence[int]) -> Section:

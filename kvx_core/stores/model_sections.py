@@ -4,17 +4,18 @@ ModelPlanes: the planes of tokens, and the states, that the model has beside K a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from kvx_core.argument_checks import each, instance
 from kvx_core.desc.by_view import ByView
 from kvx_core.desc.planes import Plane
+from kvx_core.desc.states import StateFacts, stored_heads
 from kvx_core.desc.view import CacheView
 from kvx_core.errors import InvalidArgumentError, UnsupportedError
 from kvx_core.snapshot import PlaneKind, Section, StorageFormat, StoreError
-from kvx_core.snapshot.planes import kinds_of
+from kvx_core.snapshot.planes import stored_kinds, stored_planes
 from kvx_core.stores import arguments
 from kvx_core.types import Role
 
@@ -24,14 +25,24 @@ class ModelPlanes:
     """The planes of all layers of a model, without K and V in tiles."""
 
     kinds: frozenset[PlaneKind] = frozenset()
+    heads: Mapping[int, int] = field(default_factory=dict)  # of states, by layer, where they say it
 
     @classmethod
     def of(cls, planes: Iterable[Plane | PlaneKind]) -> Self:
         planes = each("planes", planes, "a list or tuple of Plane")
         for i, plane in enumerate(planes):
             instance(f"planes[{i}]", plane, (Plane, PlaneKind), "a Plane")
-        kinds = (PlaneKind.of(p) if isinstance(p, Plane) else p for p in planes)
-        return cls(frozenset(kind for kind in kinds if kind.role not in (Role.K, Role.V)))
+        given = [plane for plane in planes if isinstance(plane, Plane)]
+        kinds = [plane for plane in planes if isinstance(plane, PlaneKind)]
+        kinds += map(PlaneKind.of, stored_planes(given))
+        states: dict[int, list[StateFacts]] = {}
+        for plane in given:
+            if plane.state is not None:
+                states.setdefault(plane.layer, []).append(plane.state)
+        return cls(
+            frozenset(kind for kind in kinds if kind.role not in (Role.K, Role.V)),
+            {layer: stored_heads(facts) for layer, facts in states.items()},
+        )
 
     @property
     def states(self) -> frozenset[PlaneKind]:
@@ -42,12 +53,12 @@ class ModelPlanes:
         """Returns the number of heads of the states of each layer, as SpaceRecord has it.
 
         given: the argument of PrefixStore: one number for all layers, or one for each layer; None:
-               as many as K and V have
+               those of `heads`, else as many as K and V have
         Raises InvalidArgumentError.
         """
         if not self.states:
             return ()
-        heads = kv_heads
+        heads = tuple(self.heads.get(layer, count) for layer, count in enumerate(kv_heads))
         if given is not None:
             heads = arguments.of_layers("state_heads", given, len(kv_heads))
         found = [0] * len(kv_heads)
@@ -83,7 +94,8 @@ class ModelPlanes:
         """
         there = self.states if states else self.kinds - self.states
         expected = {kind for kind in there if kind.layer in part.layers}
-        odd = (expected - set(kinds_of(part.view))) | (set(kinds_of(section.view)) - self.kinds)
+        here = {kind for one in (part, section) for kind in stored_kinds(one.view)}
+        odd = (expected - set(stored_kinds(part.view))) | (here - self.kinds)
         if odd:
             _refuse(min(odd), "store" if min(odd) in self.kinds else "section")
 
@@ -100,7 +112,7 @@ class ModelPlanes:
             return
         layers = {layer for section in sections for layer in section.layers}
         expected = {kind for kind in self.states if kind.layer in layers}
-        lacking = expected - {kind for section in states for kind in kinds_of(section.view)}
+        lacking = expected - {kind for section in states for kind in stored_kinds(section.view)}
         if lacking:
             _refuse(min(lacking), "store")
         if stop != end:

@@ -39,6 +39,8 @@ ANSWER = {
     "attention": "CPU_ATTN, isa vec",
     "layout": "LBHNC, blocks of 128 tokens, torch.bfloat16",
     "self_test": "",
+    "states": "",
+    "states_untested": "",
     "log": "",
 }
 
@@ -89,6 +91,8 @@ def test_all_is_well() -> None:
         assert found["attention"] == ("✓", "CPU_ATTN, isa vec, written by KVX")
         assert found["layout"] == ("✓", "LBHNC, blocks of 128 tokens, torch.float32")
     assert found["self-test"][0] == "✓"
+    if found["device"] == ("✓", "cpu"):
+        assert found["states"][0] == "✓"
     assert (
         "   engine           a test engine starts ...\n✓  engine           starts" in result.stdout
     )
@@ -204,6 +208,22 @@ def test_a_wrong_description(monkeypatch: pytest.MonkeyPatch) -> None:
     mark, text = lines(result.output)["self-test"]
     assert mark == "✗"
     assert text.endswith(sentence)
+
+
+@needs_vllm
+def test_a_wrong_description_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answered(monkeypatch)["states"].text.startswith("tokens added to a recurrent state by")
+    sentence = "model.layers.0.linear_attn, the state of gdn: vLLM wrote 1.5 to head 0"
+    assert answered(monkeypatch, states=sentence)["states"].problem == sentence
+
+
+@needs_vllm
+def test_states_that_were_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no problem of what is installed."""
+    found = answered(monkeypatch, states_untested="vLLM starts no hybrid model here")["states"]
+    assert found == doctor.Check(
+        "states", "not tested: vLLM starts no hybrid model here", is_fact=True
+    )
 
 
 SGLANG = (

@@ -5,6 +5,8 @@ python -m tests.vllm_plugin.hybrid_engine     as tests.vllm_plugin.engine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,19 @@ class HybridProcess(EngineProcess):
 
 class HybridServer(Server):
     """The calls that HybridProcess makes."""
+
+    def misdescribe(self) -> None:
+        """Engines that start from now on take convolutions for ones whose newest input is first."""
+        from kvx_adapters.vllm import states
+
+        described = states._planes
+
+        def backwards(*arguments: Any) -> Iterator[Any]:
+            for plane in described(*arguments):
+                facts = replace(plane.state, newest_first=plane.state.is_conv)
+                yield replace(plane, state=facts)
+
+        states._planes = backwards
 
     def cut_steps(self, num_tokens: int) -> None:
         """Steps compute so many tokens at most: two engines then sum in the same order."""

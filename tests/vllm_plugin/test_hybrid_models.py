@@ -132,6 +132,43 @@ def test_a_request_goes_on_from_any_of_its_tokens(family: str, runs: Callable[[s
             assert [one.num_cached_tokens for one in found] == counts
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrong_description_of_states_is_refused_at_start(
+    family: str, runs: Callable[[str], Runs]
+) -> None:
+    here = runs(family)
+    with here.engine():
+        assert "has not tested its description" not in here.engines.log.read_text()
+    here.engines.call("misdescribe")
+    sentence = r"the convolution of \w+: vLLM wrote"
+    with pytest.raises(EngineError, match=sentence), here.engine():
+        pass
+    here.engines.kill()  # vLLM keeps the connector of an engine that did not start
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_share_states(runs: Callable[[str], Runs], tmp_path: Path) -> None:
+    """Both ways, in float32: ranks sum in another order than one alone."""
+    here, counts = runs("GraniteMoeHybrid"), [512, 37, 222]
+    here.options["dtype"] = "float32"
+    prompts = [tokens(count + REST, seed=count) for count in counts]
+    expected = here.stock(prompts, counts)
+    here.save([prompts[0][:512], prompts[1][:37]])
+    process = HybridProcess(tmp_path / "log", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    there = Runs(process, "GraniteMoeHybrid", here.directory, here.store)
+    there.options["dtype"] = "float32"
+    try:
+        with there.engine(tensor_parallel_size=2) as engine:
+            found = one_by_one(engine, prompts[:2])
+            one_by_one(engine, [prompts[2][:222]], max_tokens=2)
+    finally:
+        process.close()
+    with here.engine("kv_consumer") as engine:
+        found += one_by_one(engine, prompts[2:])
+    same_tokens(found, expected)
+    assert [one.num_cached_tokens for one in found] == counts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Lfm2", "Qwen3Next"])
 def test_prompts_of_several_steps(family: str, runs: Callable[[str], Runs]) -> None:

@@ -21,10 +21,12 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not i
 SIZE = 8
 FACTS = replace(SAME_MODEL, first_kv_head=0)
 SHAPES = ((3, 44), (4, 6, 5))
+MAMBA = dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_d_conv"), 4)
+MAMBA |= {"mamba_n_groups": 1, "mamba_d_ssm": 16}
 
 
 def spec(name: str) -> Any:
-    """Of a group: "attention", "window", "short", or states in a mode."""
+    """Of a group: "attention", "window", or states in a mode."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     of_tokens = {"block_size": SIZE, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
@@ -34,7 +36,7 @@ def spec(name: str) -> Any:
         return SlidingWindowSpec(**of_tokens, sliding_window=32)
     return MambaSpec(
         block_size=SIZE,
-        shapes=SHAPES[:1] if name == "short" else SHAPES,
+        shapes=SHAPES,
         dtypes=(torch.float32, torch.float32),
         mamba_cache_mode=name if name in ("none", "all") else "align",
         num_speculative_blocks=2 if name == "drafts" else 0,
@@ -69,8 +71,8 @@ def states(*specs: str, num_layers: int = 3, **fields: Any) -> Any:
     ("fields", "sentence"),
     [
         (
-            {"parallel_config__tensor_parallel_size": 2},
-            "tensor_parallel_size is 2, expected 1 for a model whose layers keep a state",
+            {"parallel_config__tensor_parallel_size": 8},
+            "tensor_parallel_size is 8, expected a divisor of 4, the heads into which a store",
         ),
         ({"parallel_config__pipeline_parallel_size": 3}, "pipeline_parallel_size is 3, expected 1"),
         ({"cache_config__use_replayssm": True}, "use_replayssm is True, expected False"),
@@ -110,15 +112,15 @@ def test_groups_that_are_refused(specs: list[str], sentence: str) -> None:
 
 
 def test_the_layers_of_a_model() -> None:
-    found = states("align", "attention", "short")
+    found = states("align", "attention", "align")
     assert found.layers == (0, 2)
     assert [found.has_kv(layer) for layer in range(3)] == [False, True, False]
-    words = [(plane.layer, plane.words) for plane in found.planes]
-    assert words == [
-        (0, "CONV_STATE of layer 0"),
-        (0, "STATE of layer 0"),
-        (2, "CONV_STATE of layer 2"),
+    words = ["CONV_STATE", "role 1001", "role 1002", "STATE"]  # Q, K and V of the convolution
+    assert [plane.words for plane in found.planes] == [
+        f"{one} of layer {layer}" for layer in (0, 2) for one in words
     ]
+    assert not any(plane.replicated for plane in found.planes)
+    assert found.heads == 4  # of 12, 12 and 20 channels, and 4 heads
     without = states("attention")
     assert not without
     assert all(map(without.has_kv, range(9)))
@@ -128,10 +130,10 @@ def test_the_layers_of_a_model() -> None:
 def test_falcon_h1_has_both_in_each_layer() -> None:
     """vLLM counts the layers of states on behind those of attention."""
     found = states("attention", "align", num_layers=1)
-    found.config.model_type = "falcon_h1"
+    vars(found.config).update(MAMBA | {"model_type": "falcon_h1"})
     assert found.has_kv(0)
     assert found.layers == (0,)
-    assert [plane.layer for plane in found.planes] == [0, 0]
+    assert {plane.layer for plane in found.planes} == {0}
 
 
 @pytest.mark.parametrize("mode", ["align", "none"])
@@ -146,12 +148,11 @@ def test_the_block_of_a_state(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     blocks = ([7, 5, 3], [1, 2, 4])
     for count, aligned in ((1, 7), (8, 7), (9, 5), (16, 5), (17, 3)):
         section = found.section(blocks, count, FACTS)
-        conv, state = section.view.planes
-        assert conv.slots is not None
-        assert state.slots is not None
-        block = aligned if mode == "align" else 7
-        for plane, tensor in ((conv, memory[0]), (state, memory[1])):
+        block, conv = aligned if mode == "align" else 7, memory[0]
+        sections = [conv[..., :12], conv[..., 12:24], conv[..., 24:]]  # Q, K and V
+        for plane, tensor in zip(section.view.planes, [*sections, memory[1]], strict=True):
             assert plane.data == tensor.data_ptr()
+            assert plane.slots is not None
             assert plane.slots.owner.tolist() == [block]
         assert section.view.state_tokens() == count
         assert section.state_tokens == count
@@ -162,6 +163,19 @@ def test_the_block_of_a_state(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
             found.section(([0, 5], [1, 2]), 3, FACTS)
         with pytest.raises(IndexError):
             found.section(([7], [1, 2]), 9, FACTS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_heads_of_a_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvx_adapters.vllm_plugin import states as of_plugin
+
+    monkeypatch.setattr(of_plugin, "conv_layout_here", lambda: "SD")
+    found = states("align", "attention", parallel_config__tensor_parallel_size=2)
+    memory = [torch.randn(9, 3, 22), torch.randn(9, 2, 5, 6)]
+    found.bind({"model.layers.0.mixer": SimpleNamespace(kv_cache=memory)})
+    held = 2 * rank, 2 * rank + 2
+    assert found.heads_of(rank) == held
+    assert found.section(([7], [1]), 5, FACTS, rank).heads == held
 
 
 @pytest.mark.parametrize(("count", "is_there"), [(8, False), (9, True), (16, True), (17, False)])
