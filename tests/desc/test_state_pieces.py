@@ -14,6 +14,7 @@ from kvx_core import (
     InvalidArgumentError,
     Plan,
     Section,
+    Snapshot,
     UnsupportedError,
     migrate,
     verify,
@@ -269,10 +270,12 @@ class TestFiles:
             assert conv.extent("dim") == 3
 
     def test_states_that_files_do_not_have_so(self) -> None:
+        with pytest.raises(UnsupportedError, match="has its newest input first"):
+            self.section(FAMILIES[3], Layout(newest_first=True))
         for layout, count, sentence in (
-            (Layout(), 2, r"planes\[0\] \(CONV_STATE\) is rank 0 of 2, expected all ranks"),
-            (Layout(newest_first=True), 1, "has its newest input first"),
+            (Layout(), 2, "CONV_STATE of layer 0 .* is rank 0 of 2, expected all ranks together"),
             (Layout(sections=("v", "q", "k")), 1, r"has the sections \('v', 'q', 'k'\)"),
         ):
+            section = self.section(FAMILIES[3], layout, count)
             with pytest.raises(UnsupportedError, match=sentence):
-                self.section(FAMILIES[3], layout, count)
+                Snapshot.capture([1, 2, 3], [section])

@@ -101,6 +101,17 @@ def test_other_ranks_load_what_ranks_have_stored(family: Family, counts: tuple[i
             memory.check(full[layer])
 
 
+def test_sections_may_stand_in_another_order() -> None:
+    family, blobs = FAMILIES[3], InMemory()
+    full, order = states(family, seed=5), replace(LOADS, sections=("v", "q", "k"))
+    saved(store_of(blobs, family), [rank_of(family, SAVES, 0, 1)], full)
+    rank, reader = rank_of(family, order, 1, 2), store_of(blobs, family)
+    held = [keys_and_values(), section(rank)]
+    reader.load(reader.lookup(TOKENS), 0, len(TOKENS), held)
+    for layer, memory in rank.items():
+        memory.check(full[layer])
+
+
 def test_the_states_of_a_rank_alone_are_no_hit() -> None:
     family, blobs = FAMILIES[3], InMemory()
     ranks, full = [rank_of(family, SAVES, i, 2) for i in range(2)], states(family, seed=3)
