@@ -34,6 +34,8 @@ LONG = (
     "conformance/test_connectors.py",
     "conformance/test_connector_faults.py",
     "gpu/test_gpu_harness.py",
+    "vllm_plugin/test_hybrid_models.py",
+    "engines/test_hybrid_pairs.py",
     "test_hostgrid_mutants.py",
     "vllm_plugin/test_month.py",
     "test_cpu_isa.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -123,11 +124,13 @@ def test_layers_of_a_group_have_windows_of_their_own() -> None:
 def test_a_description_that_cannot_be_tested_is_used_and_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvx_adapters.vllm_plugin.connector import _self_test
+    from kvx_adapters import vllm
+    from kvx_adapters.vllm_plugin.connector import _tested
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     group = group_of(0)
     kv_caches = {"model.layers.0": torch.zeros(1)}
     layer = SimpleNamespace(impl=object(), _k_scale=None, _v_scale=None)
-    _self_test(group, kv_caches, {"model.layers.0": layer})
+    layers = {"model.layers.0": layer}
+    _tested(partial(vllm.self_test_group, group, kv_caches, layers), "KV cache")
     assert "KVX has not tested its description of the KV cache: object has no do_kv" in caplog.text
