@@ -340,16 +340,10 @@ def test_states_of_another_precision_are_not_found(runs: Callable[[str], Runs]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"extra": {"layerwise": True}}, "layerwise is True, expected False"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1 for a model whose"),
-    ],
-)
-def test_engines_that_are_refused(
-    options: dict[str, Any], sentence: str, runs: Callable[[str], Runs]
-) -> None:
+def test_an_engine_that_is_refused(runs: Callable[[str], Runs]) -> None:
+    """test_states_of_groups.py has the others."""
+    sentence = "layerwise is True, expected False"
+    options = {"extra": {"layerwise": True}}
     with pytest.raises(EngineError, match=sentence), runs("Lfm2").engine(**options):
         pass
 
