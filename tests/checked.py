@@ -92,7 +92,13 @@ class Checked:
 
     def pytest_sessionfinish(self) -> None:
         options = self._config.option
-        is_whole = options.slow and not options.keyword and self._config.args_source.name != "ARGS"
+        is_whole = (
+            options.slow
+            and not options.keyword
+            and not options.deselect
+            and options.markexpr in ("", "of_csrc")
+            and self._config.args_source.name != "ARGS"
+        )
         if "PYTEST_XDIST_WORKER" in os.environ or not is_whole:
             return
         if self._outcomes["failed"] == 0 < self._outcomes["passed"]:

@@ -64,7 +64,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
         "    parser.addoption('--slow', action='store_true')\n"
         "    parser.addoption('--csrc', action='store_true')\n"
         "def pytest_configure(config):\n"
-        "    config.addinivalue_line('markers', 'of_csrc: ')\n"
+        "    for name in ('of_csrc', 'slow'):\n"
+        "        config.addinivalue_line('markers', f'{name}: ')\n"
         "    config.pluginmanager.register(Checked(config))\n"
     )
     record = tmp_path / "csrc_passed.txt"
@@ -83,6 +84,11 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
     assert not record.exists()
     assert said("--slow", "test_one.py").startswith("1 passed")
     assert not record.exists()  # of some files alone
+    assert said("--slow", "-m", "not slow").startswith("1 passed")
+    assert not record.exists()  # perhaps without some tests
+    assert said("--slow", "-m", "of_csrc").startswith("1 passed")
+    assert record.read_text().strip() == checked.digest()
+    record.unlink()
     assert said("--slow").startswith("1 passed")
     assert record.read_text().strip() == checked.digest()
     assert said("--slow").startswith("1 skipped")

@@ -213,7 +213,7 @@ class Plane(Borrowed):
 
         num_heads: of the states of the layer, over all ranks: `stored_heads`
         A section that every rank has whole is a plane that is replicated.
-        Raises UnsupportedError if the ranks do not divide the heads.
+        Raises UnsupportedError if the ranks do not divide the heads, or the heads a section.
         """
         state = self.state
         if state is None:
@@ -224,6 +224,12 @@ class Plane(Borrowed):
                 f"{self.kind()} is split over {state.num_ranks} ranks, expected a divisor of "
                 f"{num_heads}, the heads into which a store cuts the states of such a layer"
             )
+        for section in state.sections:
+            if not section.replicated and section.width % num_heads:
+                raise UnsupportedError(
+                    f"section {section.name} of {self.kind()} has {section.width} channels or "
+                    f"heads, expected a multiple of num_heads {num_heads}"
+                )
         at = self.axes.index(Axis.HEAD)
         for section, held in zip(state.sections, state.held(), strict=True):
             count, step = held.end - held.begin, self.stride[at]

@@ -150,6 +150,17 @@ def test_what_cannot_be_cut_is_refused() -> None:
         store.capture(TOKENS, 16, len(TOKENS), [section(rank)], states=True)
 
 
+def test_heads_divide_each_section() -> None:
+    conv, state = rank_of(FAMILIES[3], SAVES, 0, 1)[1].planes(1)
+    assert len(list(conv.by_heads(8))) == 3
+    with pytest.raises(
+        UnsupportedError, match=r"section v of .* has 40 channels or heads"
+    ):
+        list(conv.by_heads(12))
+    with pytest.raises(UnsupportedError, match=r"section heads of .* has 8 channels or heads"):
+        list(state.by_heads(16))
+
+
 def test_states_of_several_ranks_are_no_section() -> None:
     one, two = (rank_of(FAMILIES[3], SAVES, i, 2) for i in range(2))
     store = store_of(InMemory(), FAMILIES[3])
