@@ -153,9 +153,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 def test_heads_divide_each_section() -> None:
     conv, state = rank_of(FAMILIES[3], SAVES, 0, 1)[1].planes(1)
     assert len(list(conv.by_heads(8))) == 3
-    with pytest.raises(
-        UnsupportedError, match=r"section v of .* has 40 channels or heads"
-    ):
+    with pytest.raises(UnsupportedError, match=r"section v of .* has 40 channels or heads"):
         list(conv.by_heads(12))
     with pytest.raises(UnsupportedError, match=r"section heads of .* has 8 channels or heads"):
         list(state.by_heads(16))
