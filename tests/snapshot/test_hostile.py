@@ -19,6 +19,7 @@ from kvx_core import Snapshot, StoreError
 from kvx_core.snapshot import CorruptError
 from kvx_core.snapshot.record import MAX_HEADER_BYTES
 from kvx_core.stores.strict_json import strict_json
+from tests.descriptors import open_files
 from tests.hostile import hostile_files
 from tests.hostile_entries import hostile_entries
 from tests.snapshot import store_reader
@@ -52,9 +53,9 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def descriptors() -> Iterator[None]:
     """No test leaves a descriptor open."""
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_files()
     yield
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def bytes_of(engine: Engine) -> bytes:

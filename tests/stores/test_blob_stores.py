@@ -16,6 +16,7 @@ import pytest
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores import BlobStore, beneath
 from kvx_core.stores.blob_store import Write
+from tests.descriptors import open_files
 from tests.stores_memory import InMemory, OnlyDefaults
 
 STORES: dict[str, Callable[[Path], BlobStore]] = {
@@ -224,12 +225,12 @@ def test_the_first_bytes_of_a_file_come_with_it(blobs: BlobStore) -> None:
 
 def test_files_that_are_fetched_close_themselves(blobs: BlobStore) -> None:
     blobs.put("a/b", writing(b"abc"))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(9):
         blobs.fetch("a/b", (bytearray(2),), 0, 3)
         with suppress(TypeError, BufferError):
             blobs.fetch("a/b", (b"read only",), 0, 3)  # type: ignore[arg-type]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_a_file_that_is_open_stays_what_it_is(blobs: BlobStore) -> None:

@@ -23,6 +23,7 @@ from kvx_core._c import os_files
 from kvx_core.stores import beneath, new_files
 from kvx_core.stores import blobs as blobs_module
 from kvx_core.stores.usage import Used
+from tests.descriptors import open_files
 
 ENOSPC, EDQUOT = errno.ENOSPC, errno.EDQUOT
 PAGE = 4096
@@ -58,10 +59,6 @@ def modes(root: Path) -> set[tuple[str, str]]:
     kinds = {"d": "folder", "-": "file"}
     found = (stat.filemode(path.lstat().st_mode) for path in (root, *root.rglob("*")))
     return {(kinds[mode[0]], mode[1:]) for mode in found}
-
-
-def num_handles() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture(params=[True, False], ids=["openat2", "by-folders"])
@@ -304,7 +301,7 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
     def fail(file: BinaryIO) -> None:
         raise RuntimeError
 
-    before = num_handles()
+    before = open_files()
     for i in range(30):
         blobs.put(f"a/{i}", writing(bytes(PAGE)))
         blobs.put(f"a/{i}", writing(b""))
@@ -322,7 +319,7 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
             with suppress(StoreError, RuntimeError):
                 call()
     blobs.trim()
-    assert num_handles() == before
+    assert not open_files() - before
 
 
 def test_a_fork_while_another_thread_trims(tmp_path: Path) -> None:
@@ -629,9 +626,9 @@ def test_a_tree_deeper_than_names_are(tmp_path: Path) -> None:
         path = path / "d"
     path.mkdir(parents=True)
     blobs = Directory(tmp_path, max_bytes=1)
-    before = num_handles()
+    before = open_files()
     assert blobs.trim() == 0
-    assert num_handles() == before
+    assert not open_files() - before
     assert blobs.put("a/b", writing(b""))
 
 

@@ -17,6 +17,7 @@ from kvx_core._c import file_calls
 from kvx_core.snapshot import CorruptError, Snapshot, chunk_file, memory
 from kvx_core.stores import beneath
 from tests.caches import assert_same_bytes
+from tests.descriptors import open_files
 from tests.stores.engine import Engine, save, store_in
 from tests.stores.test_prefix import files_of
 
@@ -136,12 +137,12 @@ def test_loads_leave_no_descriptors(stored: Path) -> None:
     store, engine = store_in(stored), Engine(seed=1)
     match = store.lookup(TOKENS)
     files_of(stored)[0].write_bytes(files_of(stored)[0].read_bytes()[:-1])
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(3):
         with pytest.raises(StoreError):
             store.load(match, 0, 20, engine.sections())
         store.lookup(TOKENS)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 def test_a_snapshot_is_read_from_the_file_that_was_opened(tmp_path: Path) -> None:
