@@ -9,9 +9,9 @@ import itertools
 import os
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +34,9 @@ from kvx_core import CacheFacts, CacheSpan, CacheView
 BLOCK_SIZE = 32  # the smallest that vLLM takes on CPU
 _LAYERS, _HEADS, _DIM = 3, 2, 32
 _numbers = itertools.count()
+_idle = defaultdict[str, list[Any]](list)  # engines that no request is in, by their model
 
 
-@cache
 def in_this_process(folder: str, **sizes: int) -> Any:
     """A vllm.LLM that computes what it is asked, in float32 and in this process.
 
@@ -55,6 +55,9 @@ def in_this_process(folder: str, **sizes: int) -> Any:
 
 
 def _llm(model: Model) -> Any:
+    """An engine that no request is in: one that others have used, or a new one."""
+    if idle := _idle[model.fingerprint]:
+        return idle.pop()
     folder = tempfile.TemporaryDirectory()
     model.llama.save_pretrained(folder.name)
     made = in_this_process(
@@ -91,7 +94,7 @@ class Requests:
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.names: dict[int, str] = {}
-        weakref.finalize(self, _end, self.engine, self.names)
+        weakref.finalize(self, _end, self.llm, self.names, _idle[self.model().fingerprint])
 
     def model(self) -> Model:
         return llama()
@@ -177,8 +180,9 @@ class Windowed(Requests):
         return replace(found, length=found.length - first, first=first)
 
 
-def _end(engine: Any, names: dict[int, str]) -> None:
-    engine.abort_request([*names.values()], internal=True)
+def _end(llm: Any, names: dict[int, str], idle: list[Any]) -> None:
+    llm.llm_engine.abort_request([*names.values()], internal=True)
+    idle.append(llm)
 
 
 class Fp8:
