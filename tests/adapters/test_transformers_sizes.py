@@ -33,6 +33,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
 }
+MOST_LAYERS = 8  # a period of any pattern
+WHOLE = {  # they have other fields for it
+    *("bart", "bigbird_pegasus", "gpt_neo", "hrm_text", "mbart", "mvp", "pegasus", "prophetnet"),
+    "zamba2",
+}
 # They make no model of a default configuration, or read numbers of a tensor while they run.
 OTHERS = {
     *("big_bird", "blenderbot", "blt", "cohere_compass_text", "dbrx", "dots1", "gemma3n"),
@@ -76,9 +81,19 @@ def said(config: Any) -> list[tuple[int, int, int, int]]:
     ]
 
 
+def of_text(name: str, **fields: Any) -> Any:
+    return transformers.AutoConfig.for_model(name, **fields).get_text_config(decoder=True)
+
+
 def configs(name: str) -> Any:
-    config = transformers.AutoConfig.for_model(name, **FIELDS.get(name, {}))
-    config = config.get_text_config(decoder=True)
+    """As they are by default, but for the number of layers."""
+    config = of_text(name, **FIELDS.get(name, {}))
+    if name not in {*FIELDS, *WHOLE} and getattr(config, "num_hidden_layers", 0) > MOST_LAYERS:
+        fewer = {"num_hidden_layers": MOST_LAYERS}
+        config = of_text(name, **fewer)
+        if config.num_hidden_layers != MOST_LAYERS:  # that of a part of the model
+            config = of_text(name, text_config=fewer)
+        assert config.num_hidden_layers == MOST_LAYERS
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
