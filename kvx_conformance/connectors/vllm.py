@@ -21,6 +21,7 @@ from kvx_conformance.case import NotApplicable
 from kvx_conformance.connector import Setup
 from kvx_conformance.connectors.vllm_engine import (
     VllmEngine,
+    fork_processes,
     spare_repetitions,
     step_until_idle,
 )
@@ -85,10 +86,13 @@ class VllmConnector:
     def start(self, setup: Setup, store: Path | None, work: Path) -> VllmEngine:
         self.import_ahead()
         _check(setup)
+        import torch
         from vllm import LLM, envs
         from vllm.config import KVTransferConfig
 
         spare_repetitions()
+        if not torch.cuda.is_available():
+            fork_processes()
         model = Model(setup.family, setup.weights, setup.epsilon)
         options = _options(setup, model.put(work, setup.place))
         with ExitStack() as stack:

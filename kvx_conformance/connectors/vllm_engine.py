@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
@@ -34,6 +35,19 @@ def spare_repetitions() -> None:
     gc.freeze = gc.unfreeze = lambda: None
     if dispatcher._registry:  # of the kernels that were replaced
         type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
+
+
+def fork_processes() -> None:
+    """Called before an engine with processes of its own starts: they are forked from this one.
+
+    vLLM on CPU starts interpreters instead, and each takes ten seconds to import vLLM. Threads do
+    not survive a fork: before this one has computed anything.
+    """
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 class VllmEngine:

@@ -53,7 +53,7 @@ def test_a_sound_store_fails_no_case(subject: str) -> None:
 def test_a_fault_is_found(store: Any) -> None:
     """By each case that is meant for it."""
     wanted = [case for case, faulty in small_stores.FAULTS if faulty is store]
-    cases = [replace(CASES[name], seconds=min(CASES[name].seconds, 40)) for name in wanted]
+    cases = [replace(CASES[name], seconds=min(CASES[name].seconds, 12)) for name in wanted]
     results = run(f"tests.conformance.small_stores:{store.__name__}", cases)
     assert not [result.case.name for result in results if result.outcome in GOOD]
 

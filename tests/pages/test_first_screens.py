@@ -149,21 +149,25 @@ def test_install_and_doctor(clone: Path) -> None:
     assert "vllm" in said.lower()
 
 
-def test_two_servers_share_a_prefix(clone: Path, tmp_path: Path) -> None:
-    """The second has other blocks, and loads what the first has computed."""
+def test_a_server_loads_a_prefix(clone: Path, tmp_path: Path) -> None:
+    """Another engine, with other blocks, has computed and stored it."""
+    from tests.vllm_plugin.engine import EngineProcess, connector
     from tests.vllm_plugin.models import llama
 
-    model = llama(tmp_path / "model")
-    serve = commands()[-1].replace("MODEL", str(model)).replace("/the/store", f"{tmp_path}/store")
-    said = []
-    for block_size in (32, 64):
-        with served(clone, f"{serve} --block-size {block_size}", tmp_path / "log") as url:
-            asked = {"prompt": list(range(2, 2 + NUM_TOKENS)), "max_tokens": 8, "temperature": 0}
-            answer = post(f"{url}/v1/completions", {"model": str(model), **asked})
-            said.append((answer["choices"][0]["text"], hits(url)))
-    (first, none), (second, loaded) = said
-    assert first == second
-    assert (none, loaded) == (0, NUM_TOKENS - 1)
+    model, store = llama(tmp_path / "model"), tmp_path / "store"
+    ids = list(range(2, 2 + NUM_TOKENS))
+    process = EngineProcess(tmp_path / "engine.log")
+    with process.engine(model, block_size=64, kv_transfer_config=connector(store)) as engine:
+        (first,) = engine.generate([ids], max_tokens=8)
+    process.close()
+    command = commands()[-1].replace("MODEL", str(model)).replace("/the/store", str(store))
+    command += " --dtype float32 --enforce-eager --return-tokens-as-token-ids"
+    with served(clone, command, tmp_path / "log") as url:
+        asked = {"prompt": ids, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        answer = post(f"{url}/v1/completions", {"model": str(model), **asked})
+        assert hits(url) == NUM_TOKENS - 1
+    said = answer["choices"][0]["logprobs"]["tokens"]
+    assert said == [f"token_id:{one}" for one in first.tokens]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvx_conformance.connectors.vllm_engine import spare_repetitions
+from kvx_conformance.connectors.vllm_engine import fork_processes, spare_repetitions
 
 ROOT = Path(__file__).parent.parent.parent
 # As small as engines get; tests override what they are about.
@@ -221,6 +221,7 @@ class Server:
     def start(self, **arguments: Any) -> None:
         from vllm import LLM
 
+        fork_processes()
         spare_repetitions()
         if "kv_transfer_config" in arguments:
             from vllm.config import KVTransferConfig
