@@ -34,7 +34,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("case", "fault"), FAULTS)
 def test_a_fault_is_found(case: str, fault: str) -> None:
-    cases = [replace(CASES[case], seconds=40)]
+    cases = [replace(CASES[case], seconds=25)]
     (result,) = runner.run("connector", fault, cases)
     assert result.outcome not in {*GOOD, Outcome.REFUSED}, result.why
 

@@ -1,4 +1,4 @@
-"""An operator's month: a store of 20,000 entries with a limit, real engines, and `kvx store`.
+"""An operator's month: a store of 6,000 entries with a limit, real engines, and `kvx store`.
 
 A real vLLM answers two tenants every day. Other servers, which one writer stands for, store entries
 like its own, of other tokens. The clock goes a day at a time: what was written or read on a
@@ -155,7 +155,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_entries", [20_000])
+@pytest.mark.parametrize("num_entries", [6_000])
 def test_a_month(num_entries: int, llama: Path, folder: Path, tmp_path: Path) -> None:
     store, backup = folder / "store", folder / "backup"
     broken = {call: tmp_path / call for call in ("open", "list", "write")}
