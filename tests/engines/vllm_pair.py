@@ -4,8 +4,6 @@ They share nothing but a store's directory, in memory (/dev/shm). While the firs
 KVXConnector stores its full chunks and the second one loads them into its prefix cache; then
 `hand_over` stores the rest, and the second one goes on. tests/vllm_plugin/engine.py has the
 process.
-
-    python -m tests.engines.vllm_pair     reads one JSON call per line, answers each with one line
 """
 
 from __future__ import annotations
@@ -21,138 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.vllm_plugin.engine import DEFAULTS, EngineProcess, Server, connector, serve
+from tests.vllm_plugin.engine import DEFAULTS, EngineProcess, connector
+from tests.vllm_plugin.server import Server
 
 BLOCK_A, BLOCK_B = 32, 64  # tokens of a block; chunks of the store are blocks of the first
 _LIMIT = 400  # tokens of an answer: no conversation here comes so far
-
-
-class Process(EngineProcess):
-    """Runs Mover, below."""
-
-    module = "tests.engines.vllm_pair"
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A conversation that has moved.
-
-    said:       its tokens behind the prompt
-    known:      tokens of prompt and answer that the second engine did not compute when it took over
-    warmed:     those of them that were in its own blocks before the pause
-    pause:      seconds from the first engine's last token to the second's first one, less a step of
-                the second
-    handover:   seconds of them that hand_over took
-    step_a:     the median
-    """
-
-    said: list[int]
-    known: int
-    warmed: int
-    is_stored: bool
-    pause: float
-    handover: float
-    step_a: float
-    step_b: float
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two engines that run, `a` with blocks of 32 tokens and `b` with blocks of 64."""
-
-    a: Process
-    b: Process
-    store: Path
-
-    def converse(
-        self,
-        ids: Sequence[int],
-        before: int,
-        after: int,
-        *,
-        warms: bool = True,
-        between: Callable[[], None] | None = None,
-    ) -> Moved:
-        """A conversation of a prompt, `before` tokens in `a` and `after` in `b`.
-
-        warms:   `b` loads full blocks while `a` goes on
-        between: is called when `a` has handed the conversation over
-        """
-        said, stamps = self.start(ids, before, warms=warms)
-        begin = time.perf_counter()
-        over = self.a.call("hand_over")
-        handover = time.perf_counter() - begin
-        assert over["tokens"] == [*ids, *said]
-        if between is not None:
-            between()
-        found = self.b.call("go_on", ids=over["tokens"], count=after)
-        times = found["stamps"]
-        step_b = statistics.median(t - s for s, t in pairwise(times))
-        return Moved(
-            said + found["tokens"],
-            found["known"],
-            self.warmed(len(over["tokens"])) if warms else 0,
-            over["is_stored"],
-            times[0] - stamps[-1] - step_b,
-            handover,
-            statistics.median(self.a.call("step_seconds")),
-            step_b,
-        )
-
-    def start(
-        self, ids: Sequence[int], before: int, *, warms: bool = True
-    ) -> tuple[list[int], list[float]]:
-        """The prompt and `before` tokens in `a`: the tokens, and when each was there."""
-        self.a.call("begin", ids=list(ids))
-        said: list[int] = []
-        stamps: list[float] = []
-        warm = 0
-        while len(said) < before:
-            found = self.a.call("step")
-            said += found["tokens"]
-            stamps += found["stamps"]
-            full = self.warmed(len(ids) + len(said))
-            if warms and full > warm and len(said) < before:
-                self.b.call("warm", ids=[*ids, *said][: full + 1])
-                warm = full
-        return said, stamps
-
-    @staticmethod
-    def warmed(num_tokens: int) -> int:
-        """Tokens in full blocks of both engines, once all but the last one are computed."""
-        return (num_tokens - 1) // BLOCK_B * BLOCK_B
-
-
-@contextmanager
-def pair(model: Path, log: Path) -> Iterator[Pair]:
-    """A pair that runs, on a new store."""
-    with TemporaryDirectory(prefix="kvx-", dir="/dev/shm") as folder:
-        store = Path(folder)
-        a, b = Process(log / "a.log"), Process(log / "b.log")
-        try:
-            start(a, model, store, BLOCK_A)
-            start(b, model, store, BLOCK_B)
-            yield Pair(a, b, store)
-        finally:
-            a.kill()
-            b.kill()
-
-
-def start(process: Process, model: Path, store: Path, block_size: int) -> None:
-    """Starts an engine on the store."""
-    settings = connector(
-        store, policy="recompute", chunk_tokens=BLOCK_A, min_tokens=1, fresh_seconds=0.0
-    )
-    options = DEFAULTS | {
-        "block_size": block_size,
-        "enable_prefix_caching": True,
-        "async_scheduling": False,
-        "kv_transfer_config": settings,
-    }
-    process.call("start", model=str(model), **options)
-
-
-# ---- in the engine's process ----
 
 
 class Mover(Server):
@@ -272,5 +143,126 @@ class Mover(Server):
         return tokens
 
 
-if __name__ == "__main__":
-    serve(Mover())
+class Process(EngineProcess):
+    """Runs a Mover."""
+
+    server = Mover
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A conversation that has moved.
+
+    said:       its tokens behind the prompt
+    known:      tokens of prompt and answer that the second engine did not compute when it took over
+    warmed:     those of them that were in its own blocks before the pause
+    pause:      seconds from the first engine's last token to the second's first one, less a step of
+                the second
+    handover:   seconds of them that hand_over took
+    step_a:     the median
+    """
+
+    said: list[int]
+    known: int
+    warmed: int
+    is_stored: bool
+    pause: float
+    handover: float
+    step_a: float
+    step_b: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two engines that run, `a` with blocks of 32 tokens and `b` with blocks of 64."""
+
+    a: Process
+    b: Process
+    store: Path
+
+    def converse(
+        self,
+        ids: Sequence[int],
+        before: int,
+        after: int,
+        *,
+        warms: bool = True,
+        between: Callable[[], None] | None = None,
+    ) -> Moved:
+        """A conversation of a prompt, `before` tokens in `a` and `after` in `b`.
+
+        warms:   `b` loads full blocks while `a` goes on
+        between: is called when `a` has handed the conversation over
+        """
+        said, stamps = self.start(ids, before, warms=warms)
+        begin = time.perf_counter()
+        over = self.a.call("hand_over")
+        handover = time.perf_counter() - begin
+        assert over["tokens"] == [*ids, *said]
+        if between is not None:
+            between()
+        found = self.b.call("go_on", ids=over["tokens"], count=after)
+        times = found["stamps"]
+        step_b = statistics.median(t - s for s, t in pairwise(times))
+        return Moved(
+            said + found["tokens"],
+            found["known"],
+            self.warmed(len(over["tokens"])) if warms else 0,
+            over["is_stored"],
+            times[0] - stamps[-1] - step_b,
+            handover,
+            statistics.median(self.a.call("step_seconds")),
+            step_b,
+        )
+
+    def start(
+        self, ids: Sequence[int], before: int, *, warms: bool = True
+    ) -> tuple[list[int], list[float]]:
+        """The prompt and `before` tokens in `a`: the tokens, and when each was there."""
+        self.a.call("begin", ids=list(ids))
+        said: list[int] = []
+        stamps: list[float] = []
+        warm = 0
+        while len(said) < before:
+            found = self.a.call("step")
+            said += found["tokens"]
+            stamps += found["stamps"]
+            full = self.warmed(len(ids) + len(said))
+            if warms and full > warm and len(said) < before:
+                self.b.call("warm", ids=[*ids, *said][: full + 1])
+                warm = full
+        return said, stamps
+
+    @staticmethod
+    def warmed(num_tokens: int) -> int:
+        """Tokens in full blocks of both engines, once all but the last one are computed."""
+        return (num_tokens - 1) // BLOCK_B * BLOCK_B
+
+
+@contextmanager
+def pair(model: Path, log: Path) -> Iterator[Pair]:
+    """A pair that runs, on a new store."""
+    with TemporaryDirectory(prefix="kvx-", dir="/dev/shm") as folder:
+        store = Path(folder)
+        a, b = Process(log / "a.log"), Process(log / "b.log")
+        try:
+            start(a, model, store, BLOCK_A)
+            start(b, model, store, BLOCK_B)
+            yield Pair(a, b, store)
+        finally:
+            a.kill()
+            b.kill()
+
+
+def start(process: Process, model: Path, store: Path, block_size: int) -> None:
+    """Starts an engine on the store."""
+    settings = connector(
+        store, policy="recompute", chunk_tokens=BLOCK_A, min_tokens=1, fresh_seconds=0.0
+    )
+    options = DEFAULTS | {
+        "block_size": block_size,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "kv_transfer_config": settings,
+    }
+    process.call("start", model=str(model), **options)

@@ -1,7 +1,4 @@
-"""Engines of hybrid models in a process of their own: what tests do to their states.
-
-python -m tests.vllm_plugin.hybrid_engine     as tests.vllm_plugin.engine
-"""
+"""Engines of hybrid models in a process of their own: what tests do to their states."""
 
 from __future__ import annotations
 
@@ -10,13 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.vllm_plugin.engine import EngineProcess, Server, serve
-
-
-class HybridProcess(EngineProcess):
-    """A process in which engines are started, one at a time."""
-
-    module = "tests.vllm_plugin.hybrid_engine"
+from tests.vllm_plugin.engine import EngineProcess
+from tests.vllm_plugin.server import Server
 
 
 class HybridServer(Server):
@@ -121,5 +113,7 @@ class HybridServer(Server):
         return get_kv_transfer_group()._worker
 
 
-if __name__ == "__main__":
-    serve(HybridServer())
+class HybridProcess(EngineProcess):
+    """A process in which engines are started, one at a time."""
+
+    server = HybridServer
