@@ -26,6 +26,14 @@ SERVERS, CONVERSATION = PAGE.snippets("sh")
 (PREFILL,) = PAGE.snippets("python")
 
 
+# Of every Python: vLLM forks a server's core instead of starting one that imports it anew.
+FORKS = """
+import multiprocessing
+get_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: get_context("fork" if method else None)
+"""
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -42,13 +50,14 @@ def test_two_servers_share_a_store(tmp_path: Path) -> None:
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(FORKS)
     text = f"{SERVERS}\n{CONVERSATION}"
     for port in ("8001", "8002"):
         assert port in text
         text = text.replace(port, str(free_port()))
     environment = {
         "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

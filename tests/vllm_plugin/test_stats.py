@@ -27,7 +27,7 @@ def test_metrics(llama: Path, engines: EngineProcess, tmp_path: Path) -> None:
         found = engine.metrics()
         engine.generate(prompts)  # the engine has them itself
         again = engine.metrics()
-    assert found["vllm:kvx_saved_tokens_total"] == num_tokens
+    assert found["vllm:kvx_saved_tokens_total"] == num_tokens, found
     assert found["vllm:kvx_save_seconds_total"] > 0
     assert found["vllm:kvx_loaded_tokens_total"] == found["vllm:kvx_dropped_saves_total"] == 0
     assert found["vllm:kvx_lookup_hits_total"] == 0
