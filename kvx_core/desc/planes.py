@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -249,6 +250,18 @@ class Plane(Borrowed):
                 state=None,
             )
 
+    def in_memory(self, data: int, owner: object) -> Plane:
+        """The same plane in other memory of the same sort. Checks nothing.
+
+        data: the address of its first element; owner: keeps the memory alive
+        """
+        found, put = object.__new__(Plane), object.__setattr__
+        for name in _SLOTS:
+            put(found, name, getattr(self, name))
+        put(found, "data", data)
+        put(found, "owner", owner)
+        return found
+
     def of_parts(self) -> Plane:
         """The same plane, its table not `exact`, for calls that each move some of its entries."""
         if self.block_table is None:
@@ -303,6 +316,9 @@ class Plane(Borrowed):
         return struct
 
 
+_SLOTS = (*Borrowed.__slots__, *Plane.__slots__)
+
+
 def _near(index: _Own, plane: dict[str, Any]) -> _Own:
     """A plane's own table or slots, given as a list or not."""
     if plane["memory"] is Memory.DEVICE and index.memory is Memory.HOST:
@@ -310,6 +326,7 @@ def _near(index: _Own, plane: dict[str, Any]) -> _Own:
     return index
 
 
+@lru_cache(maxsize=256)
 def role_name(role: int) -> str:
     """ "INDEX_K", or "role 40" of a caller's own."""
     return Role(role).name if role in list(Role) else f"role {role}"

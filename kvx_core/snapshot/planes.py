@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby
+from operator import is_
 from typing import Any
 
 from kvx_core.desc.facts import CacheFacts
@@ -114,7 +116,12 @@ def held_planes(view: CacheView, tensors: Mapping[str, Stored], rows: Sequence[i
 
 
 def view_of_planes(view: CacheView, planes: Sequence[Plane]) -> CacheView:
-    """Returns the view with these of its planes alone, without layers."""
+    """Returns the view with these of its planes alone, without layers: itself if it has no other.
+
+    So what libkvx and migrations remember of the view serves the next call.
+    """
+    if not view.layers and len(planes) == len(view.planes) and all(map(is_, planes, view.planes)):
+        return view
     none: dict[str, Any] = dict.fromkeys(("k_scales", "v_scales", "k_zeros", "v_zeros"))
     return replace(view, layers=(), planes=tuple(planes), **none)
 
@@ -134,24 +141,31 @@ def dense_view(
     def dense(plane: Plane) -> Plane:
         name = name_of(plane)
         stored = tensors[name]
-        first = () if plane.tokens_per_entry == 0 else (Axis.TOKEN,)
-        shape = stored.shape[1:] if plane.tokens_per_entry == 0 else stored.shape
-        return Plane(
-            axes=(*first, Axis.HEAD, Axis.DIM),
-            role=plane.role,
-            layer=plane.layer,
-            tokens_per_entry=plane.tokens_per_entry,
-            replicated=plane.replicated,
-            scale=scale_of(name),
-            dtype=stored.dtype,
-            memory=Memory.HOST,
-            shape=shape,
-            stride=row_major(shape),
-            data=address_of(name),
-            owner=owner,
-        )
+        like = _dense(PlaneKind.of(plane), stored.dtype, stored.shape)
+        scale, data = scale_of(name), address_of(name)
+        if scale is not None:
+            return replace(like, scale=scale, data=data, owner=owner)
+        return like.in_memory(data, owner)
 
     return CacheView((), CacheFacts(), planes=tuple(map(dense, planes)), dense=True)
+
+
+@lru_cache(maxsize=1024)
+def _dense(kind: PlaneKind, dtype: DType, stored_shape: tuple[int, ...]) -> Plane:
+    """Returns a plane as a snapshot has it, in no memory."""
+    shape = stored_shape if kind.tokens_per_entry else stored_shape[1:]
+    return Plane(
+        axes=(*((Axis.TOKEN,) if kind.tokens_per_entry else ()), Axis.HEAD, Axis.DIM),
+        role=kind.role,
+        layer=kind.layer,
+        tokens_per_entry=kind.tokens_per_entry,
+        replicated=kind.replicated,
+        dtype=dtype,
+        memory=Memory.HOST,
+        shape=shape,
+        stride=row_major(shape),
+        data=0,
+    )
 
 
 def unlike_planes(

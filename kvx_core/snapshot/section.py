@@ -296,7 +296,8 @@ class Section:
         self.check_reach(stop)
         table = None if self.block_table is None else self.block_table.of_parts()
         planes = tuple(plane.of_parts() for plane in self.view.planes)
-        view = replace(self.view, planes=planes) if planes else self.view
+        are_own = all(one is plane for one, plane in zip(planes, self.view.planes, strict=True))
+        view = self.view if are_own else replace(self.view, planes=planes)
         span, lens = view.at(block_table=table, starts=[start]), SeqLens.of([stop - start])
         pointers = table is not None and table.has_planes
         apart = table is not None and table.format in _WITH_V  # else V has the blocks of K

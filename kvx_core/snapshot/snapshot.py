@@ -205,7 +205,9 @@ class Snapshot:
         converted = {name for name, stored in self.tensors.items() if stored.original is not None}
         for planes in by_entry(held_planes(section.view, self.tensors, rows)):
             as_they_are = [
-                plane if name_of(plane) in converted else replace(plane, scale=None)
+                plane
+                if plane.scale is None or name_of(plane) in converted
+                else replace(plane, scale=None)
                 for plane in planes
             ]
             cache = view_of_planes(section.view, as_they_are)
