@@ -10,7 +10,7 @@ new ones, for three seeds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -28,15 +28,30 @@ class Table:
     length: tokens whose keys and values the cache holds
     blocks: ids of the sequence's blocks: position p is in blocks[p // block_size], at offset
             p % block_size. Blocks that a window has left may be null
+    offsets: in place of `blocks`, K's and V's entries of a table as TensorRT-LLM has it: the
+            sub-block of each block; -1 is null. docs/spec.md, E.8
     slots:  (length,): block * block_size + offset of each token held
     first:  position of the first token held: above 0 where a window has dropped tokens
-    Neither blocks nor slots: sequence s is block s, and position p is at offset p - first.
+    Neither blocks, offsets nor slots: sequence s is block s, and position p is at offset p - first.
     """
 
     length: int
     blocks: Sequence[int] | None = None
     slots: Sequence[int] | None = None
     first: int = 0
+    offsets: tuple[Sequence[int], Sequence[int]] | None = None
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The entries of its blocks: one row, K's and V's, or none."""
+        rows = [self.blocks] if self.offsets is None else [*self.offsets]
+        return [[int(one) for one in row] for row in rows if row is not None]
+
+    def with_rows(self, rows: Sequence[Sequence[int]]) -> Table:
+        """The table with other entries of blocks; rows: as many as it has."""
+        if self.offsets is None:
+            return replace(self, blocks=rows[0])
+        return replace(self, offsets=(rows[0], rows[1]))
 
 
 @dataclass(frozen=True)

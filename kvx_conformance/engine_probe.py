@@ -16,6 +16,7 @@ from kvx_conformance.case import Case, Lost, NotApplicable, Wrong, case
 from kvx_conformance.engine import Engine, Floats, Table
 from kvx_conformance.plain import Plain
 from kvx_core import (
+    BlockTable,
     CacheDesc,
     CacheFacts,
     CacheSpan,
@@ -96,7 +97,7 @@ class Probe:
         for sequence in self.ids or self.sequences:
             table = self.table(sequence)
             if table.length:
-                return table if table.blocks is not None or table.slots is not None else None
+                return table if table.rows or table.slots is not None else None
         return False
 
     def table(self, sequence: int) -> Table:
@@ -244,17 +245,18 @@ class Probe:
         """Position, block and offset of each token held, by the engine's table. Checks its ids."""
         table = self.table(sequence)
         size, count = view.layers[0].block_size, view.layers[0].num_blocks
+        blocks = _blocks_of(view, table)
         for i in range(table.length):
             position = table.first + i
             if table.slots is not None:
                 place = divmod(int(table.slots[i]), size)
-            elif table.blocks is not None:
-                if position // size >= len(table.blocks):
+            elif blocks is not None:
+                if position // size >= len(blocks):
                     raise Lost(
                         f"sequence {sequence} has {table.first + table.length} tokens and "
-                        f"{len(table.blocks)} blocks of {size}: no place for position {position}"
+                        f"{len(blocks)} blocks of {size}: no place for position {position}"
                     )
-                place = int(table.blocks[position // size]), position % size
+                place = blocks[position // size], position % size
             else:
                 place = sequence, i
             if not (0 <= place[0] < count and place[1] < size) or place[0] == view.null_block_id:
@@ -293,17 +295,44 @@ class Probe:
                 raise Wrong(f"{what} is refused, and has written")
 
 
+def _blocks_of(view: CacheView, table: Table) -> list[int] | None:
+    """The blocks of a table. Raises Wrong for entries of K or V that name none. Spec: E.8"""
+    if table.offsets is None:
+        return table.rows[0] if table.rows else None
+    layer, per_block = view.layers[0], sub_blocks(view)
+    blocks = [entry // per_block for entry in table.rows[0]]
+    for kv, row, tensor in zip("KV", table.rows, (layer.k, layer.v), strict=True):
+        if tensor is None or layer.pool is None:
+            continue
+        first = (tensor.data - layer.k.data) // layer.pool.bytes_per_block
+        expected = [-1 if block < 0 else block * per_block + first for block in blocks]
+        if row != expected:
+            raise Wrong(f"the table names {row} for {kv}, expected {expected}: sub-blocks of {kv}")
+    return blocks
+
+
+def sub_blocks(view: CacheView) -> int:
+    """Sub-blocks of a block of the pool that table entries number; 1 without a pool. Spec: E.8"""
+    layer = view.layers[0]
+    if layer.pool is None:
+        return 1
+    return layer.k.stride[0] * layer.k.dtype.itemsize // layer.pool.bytes_per_block
+
+
 def span_at(view: CacheView, tables: Sequence[Table], sequences: Sequence[int]) -> CacheSpan:
     """The span of tables: each from the first token that is held, which has its own position."""
     firsts = [table.first for table in tables]
     if tables[0].slots is not None:
         slots = [int(slot) for table in tables for slot in table.slots or ()]
         return view.at(slots=slots, first_positions=firsts)
-    if tables[0].blocks is None:
+    if not tables[0].rows:
         return view.at([[sequence] for sequence in sequences], first_positions=firsts)
-    width = max(len(table.blocks or ()) for table in tables)
-    rows = [[*(table.blocks or ())] for table in tables]
-    return view.at([[*row, *[-1] * (width - len(row))] for row in rows], starts=firsts)
+    width = max(len(row) for table in tables for row in table.rows)
+    padded = [[[*row, *[-1] * (width - len(row))] for row in table.rows] for table in tables]
+    if tables[0].offsets is None:
+        return view.at([row for (row,) in padded], starts=firsts)
+    indices = np.array(padded, np.int32)[:, None]
+    return view.at(block_table=BlockTable.kv_offsets(indices), starts=firsts)
 
 
 def require_same(

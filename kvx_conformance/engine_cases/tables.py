@@ -10,7 +10,14 @@ import numpy as np
 
 from kvx_conformance.case import Lost, NotApplicable, Wrong
 from kvx_conformance.engine import Table
-from kvx_conformance.engine_probe import REFUSALS, Probe, engine_case, require_same, span_at
+from kvx_conformance.engine_probe import (
+    REFUSALS,
+    Probe,
+    engine_case,
+    require_same,
+    span_at,
+    sub_blocks,
+)
 from kvx_core import CacheSpan, Memory, migrate
 
 
@@ -50,9 +57,9 @@ def a_table_stays_as_it_was_given(probe: Probe) -> None:
     move by it is refused."""
     probe.write(0, 5)
     table = probe.table(0)
-    before = Table(table.length, _copy(table.blocks), _copy(table.slots), table.first)
+    before = table.rows, [*(table.slots or ())]
     probe.write(0, 1)
-    if (_copy(table.blocks), _copy(table.slots)) != (before.blocks, before.slots):
+    if (table.rows, [*(table.slots or ())]) != before:
         raise Wrong(f"the table became {table}, expected {before}")
 
 
@@ -63,7 +70,7 @@ def a_short_table_is_refused(probe: Probe) -> None:
     table = _of_blocks(probe)
     size = probe.view().layers[0].block_size
     needed = -(-(table.first + table.length) // size)
-    short = replace(table, blocks=[*(table.blocks or ())][: needed - 1])
+    short = table.with_rows([row[: needed - 1] for row in table.rows])
     _require_refused(probe, "a table that is one block short", short)
 
 
@@ -74,15 +81,18 @@ def hostile_ids_are_refused(probe: Probe) -> None:
     table = probe.table(0)
     blocks = probe.view().layers[0].num_blocks
     size = probe.view().layers[0].block_size
-    for bad in (blocks, 2**31 - 1, -1, -(2**31)):
+    for bad in (blocks * sub_blocks(probe.view()), 2**31 - 1, -1, -(2**31)):
         for i in {0, _last(probe, table)}:
             if table.slots is not None:
                 if bad >= 0:  # a slot below 0 is a token without place: docs/spec.md, 5.2
                     hostile = replace(table, slots=_with(table.slots, i, bad * size))
                     _require_refused(probe, f"slot {bad * size} for token {i}", hostile)
-            else:
-                hostile = replace(table, blocks=_with(table.blocks or [0], i, bad))
-                _require_refused(probe, f"block id {bad} in column {i}", hostile)
+                continue
+            rows = table.rows or [[0]]
+            for number, row in enumerate(rows):
+                changed = [*rows[:number], _with(row, i, bad), *rows[number + 1 :]]
+                name = f"block id {bad} in row {number}, column {i}"
+                _require_refused(probe, name, table.with_rows(changed))
 
 
 @engine_case("docs/describe.md: a place that two tokens of a call would overwrite")
@@ -96,8 +106,7 @@ def duplicates_are_refused_to_write(probe: Probe) -> None:
     if table.slots is not None:
         twice = replace(table, slots=_with(table.slots, 1, table.slots[0]))
     elif _last(probe, table) > first:
-        blocks = [*(table.blocks or ())]
-        twice = replace(table, blocks=_with(blocks, first + 1, blocks[first]))
+        twice = table.with_rows([_with(row, first + 1, row[first]) for row in table.rows])
     else:
         raise NotApplicable("a sequence lies in one block")
     plain = probe.plain([0])
@@ -111,12 +120,12 @@ def duplicates_are_refused_to_write(probe: Probe) -> None:
 def the_null_block_is_refused(probe: Probe) -> None:
     """A table that has the null block where a token of the call stands is refused."""
     probe.filled()
-    null = probe.view().null_block_id
-    if null < 0:
-        raise NotApplicable("the cache has no null block")
     table = _of_blocks(probe)
+    null = probe.view().null_block_id if table.offsets is None else -1
+    if null < 0 and table.offsets is None:
+        raise NotApplicable("the cache has no null block")
     for i in {_first(probe, table), _last(probe, table)}:
-        with_null = replace(table, blocks=_with(table.blocks or (), i, null))
+        with_null = table.with_rows([_with(row, i, null) for row in table.rows])
         _require_refused(probe, f"the null block in column {i}", with_null)
 
 
@@ -125,7 +134,7 @@ def padding_is_not_read(probe: Probe) -> None:
     """Ids behind the blocks that a sequence needs are not read: any may stand there."""
     probe.filled()
     table = _of_blocks(probe)
-    padded = replace(table, blocks=[*(table.blocks or ()), 2**31 - 1, -7])
+    padded = table.with_rows([[*row, 2**31 - 1, -7] for row in table.rows])
     plain = probe.plain([0])
     migrate(_at(probe, padded), plain.span, [table.length])
     for i in range(table.length):
@@ -169,27 +178,23 @@ def a_used_cache_is_as_good_as_new(probe: Probe) -> None:
         raise Lost(f"the new sequence has {probe.table(0)}")
 
 
-def _copy(ids: Sequence[int] | None) -> list[int] | None:
-    return None if ids is None else [int(one) for one in ids]
-
-
 def _of_blocks(probe: Probe) -> Table:
     table = probe.table(0)
-    if table.blocks is None:
+    if not table.rows:
         raise NotApplicable("the engine has no block tables")
     return table
 
 
 def _first(probe: Probe, table: Table) -> int:
     """The column of the first token held."""
-    return table.first // probe.view().layers[0].block_size if table.blocks is not None else 0
+    return table.first // probe.view().layers[0].block_size if table.rows else 0
 
 
 def _last(probe: Probe, table: Table) -> int:
     """The column, or index among slots, of the last token held."""
     if table.slots is not None:
         return table.length - 1
-    if table.blocks is None:
+    if not table.rows:
         return 0
     return (table.first + table.length - 1) // probe.view().layers[0].block_size
 

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from kvx_conformance.engine import State, Table
-from kvx_core import CacheDesc, CacheFacts, CacheView, ScaleDesc, describe
+from kvx_conformance.engine_probe import span_at
+from kvx_core import CacheDesc, CacheFacts, CacheView, PoolDesc, ScaleDesc, describe
 
 LAYERS, HEADS, DIM = 2, 3, 6
 
@@ -188,6 +189,31 @@ class Scaled(Paged):
         )
 
 
+class Pooled(Paged):
+    """As TensorRT-LLM: one pool of blocks, each with K and V of all layers, that a table of entries
+    for K and for V numbers. An entry is K or V of one layer; -1 is null."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (self.num_blocks, LAYERS, 2, HEADS, self.block_size, DIM)
+        self.raw = np.zeros(int(np.prod(shape)), self.dtype)
+        self.pool = self.raw.reshape(shape)
+        self.k, self.v = ([self.pool[:, i, half] for i in range(LAYERS)] for half in (0, 1))
+
+    def layer(self, i: int) -> CacheDesc:
+        k, v = (describe(half[i], "BLOCK_HND") for half in (self.k, self.v))
+        return CacheDesc.from_kv(k, v, pool=PoolDesc.of(self.k[i], self.k[i][0].nbytes))
+
+    def span(self, sequences: Any) -> Any:
+        chosen = [*sequences]
+        view = replace(self.describe(), holds=lambda: [self.lengths.get(s, 0) for s in chosen])
+        return span_at(view, [self.table(one) for one in chosen], chosen)
+
+    def table(self, sequence: int) -> Table:
+        k = [block * 2 * LAYERS for block in self.blocks.get(sequence, [])]
+        return Table(self.lengths.get(sequence, 0), offsets=(k, [one + 1 for one in k]))
+
+
 class Growing:
     """(sequence, head, token, dim): when it is full it moves, with room for 8 tokens more."""
 
@@ -338,4 +364,4 @@ class Computing(Paged):
         super().write(sequence, [0] * count, zeros, zeros)
 
 
-SOUND = (Paged, Scaled, Growing, Window, Recurrent, Computing)
+SOUND = (Paged, Scaled, Pooled, Growing, Window, Recurrent, Computing)

@@ -15,6 +15,7 @@ from tests.conformance.doubles import (
     HEADS,
     Growing,
     Paged,
+    Pooled,
     fault,
 )
 
@@ -50,6 +51,23 @@ class BlockOffByOne(Paged):
         found = super().table(sequence)
         blocks = [block % (self.num_blocks - 1) + 1 for block in found.blocks or ()]
         return replace(found, blocks=blocks)
+
+
+@fault("descriptors.tokens_stand_where_described")
+class EntriesOfKForV(Pooled):
+    def table(self, sequence: int) -> Table:
+        found = super().table(sequence)
+        return replace(found, offsets=(found.rows[0], found.rows[0]))
+
+
+@fault("descriptors.tokens_stand_where_described")
+class EntriesOfLayerOne(Pooled):
+    """Base pointers choose the layer: entries are those of layer 0."""
+
+    def table(self, sequence: int) -> Table:
+        found = super().table(sequence)
+        k, v = ([entry + 2 for entry in row] for row in found.rows)
+        return replace(found, offsets=(k, v))
 
 
 @fault("descriptors.tokens_stand_where_described")
