@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -110,7 +111,8 @@ def runs(engines: HybridProcess, model: Model, tmp_path: Path) -> Callable[[str]
 
 def lengths(seed: int) -> list[int]:
     """Of a block or two, and at any place in one."""
-    return [512, 600, 699, *random.Random(seed).sample(range(9, 700), 5)]
+    count = int(os.environ.get("KVX_HYBRID_LENGTHS", "5"))
+    return [512, 600, 699, *random.Random(seed).sample(range(9, 700), count)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
