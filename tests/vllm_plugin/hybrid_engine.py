@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,22 @@ class HybridServer(Server):
 
         states._planes = backwards
 
-    def cut_steps(self, num_tokens: int) -> None:
-        """Steps compute so many tokens at most: two engines then sum in the same order."""
-        self._scheduler.max_num_scheduled_tokens = num_tokens
+    def cut_steps(self, ends: list[int]) -> None:
+        """The steps of the next request end after so many of its tokens, and after all of it: two
+        engines then sum in the same order.
+        """
+        scheduler = self._scheduler
+        schedule, most = type(scheduler).schedule, scheduler.max_num_scheduled_tokens
+        lengths = [end - begin for begin, end in pairwise([0, *ends])]
+
+        def cut(*arguments: Any, **keywords: Any) -> Any:
+            scheduler.max_num_scheduled_tokens = lengths.pop(0) if lengths else most
+            try:
+                return schedule(scheduler, *arguments, **keywords)
+            finally:
+                scheduler.max_num_scheduled_tokens = most
+
+        scheduler.schedule = cut
 
     def scribble(self) -> None:
         """Fills the memory of all blocks but the null block with bytes that are NaN."""

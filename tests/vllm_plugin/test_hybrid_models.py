@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ pytestmark = [
 OTHERS = ["FalconH1", "GraniteMoeHybrid", "NemotronH", "Qwen3Next"]
 FAMILIES = ["Lfm2", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 CACHED = ["Lfm2", pytest.param("Qwen3Next", marks=pytest.mark.slow)]  # vLLM caches their prefixes
+BLOCKS = {"Lfm2": 128, "Qwen3Next": 256}  # tokens, of these
 NUM_NEW = 12
 REST = 20  # tokens of a prompt behind those that are stored
 USUAL: dict[str, Any] = {
@@ -79,14 +80,14 @@ class Runs:
         self.options = USUAL | ENGINE[family]
 
     def stock(
-        self, prompts: list[list[int]], cuts: list[int], num_new: int = NUM_NEW
+        self, prompts: list[list[int]], cuts: Sequence[int | list[int]], num_new: int = NUM_NEW
     ) -> list[list[int]]:
-        """Answers of vLLM alone, which ends a step after so many tokens of each prompt."""
+        """Answers of vLLM alone, which ends steps after so many tokens of each prompt."""
         options = self.options | {"enable_prefix_caching": False}
         with self.engines.engine(self.directory, **options) as engine:
             found = []
             for prompt, cut in zip(prompts, cuts, strict=True):
-                engine.call("cut_steps", num_tokens=cut)
+                engine.call("cut_steps", ends=[cut] if isinstance(cut, int) else cut)
                 found.append(engine.generate([prompt], max_tokens=num_new)[0].tokens)
         return found
 
@@ -112,7 +113,21 @@ def runs(engines: HybridProcess, model: Model, tmp_path: Path) -> Callable[[str]
 def lengths(seed: int) -> list[int]:
     """Of a block or two, and at any place in one."""
     count = int(os.environ.get("KVX_HYBRID_LENGTHS", "5"))
-    return [512, 600, 699, *random.Random(seed).sample(range(9, 700), count)]
+    shortest = 16  # fewer tokens are found if no other prompt was stored before
+    return [512, 600, 699, *random.Random(seed).sample(range(shortest, 700), count)]
+
+
+def ends(family: str, count: int, *, is_cached: bool) -> list[int]:
+    """Where steps end of a prompt of `count` tokens that is stored and of REST more: where vLLM
+    caches states, at the last end of a block before a prompt's end, too.
+
+    is_cached: vLLM caches states in the engine that goes on from the stored ones
+    """
+    size = BLOCKS.get(family, 1)
+    found = {count // size * size, count}
+    if is_cached:
+        found.add((count + REST) // size * size)
+    return sorted(end for end in found if 0 < end < count + REST)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +135,10 @@ def test_a_request_goes_on_from_any_of_its_tokens(family: str, runs: Callable[[s
     """In a pool full of NaN, with blocks of other sizes, and where vLLM caches nothing itself."""
     here, counts = runs(family), lengths(1)
     prompts = [tokens(count + REST, seed=count) for count in counts]
-    expected = here.stock(prompts, counts)
+    expected = {
+        is_cached: here.stock(prompts, [ends(family, n, is_cached=is_cached) for n in counts])
+        for is_cached in (True, False)
+    }
     here.save([prompt[:count] for prompt, count in zip(prompts, counts, strict=True)])
     for options in (
         {},
@@ -130,7 +148,7 @@ def test_a_request_goes_on_from_any_of_its_tokens(family: str, runs: Callable[[s
         with here.engine("kv_consumer", **options) as engine:
             engine.call("scribble")
             found = one_by_one(engine, prompts)
-            same_tokens(found, expected)
+            same_tokens(found, expected[options.get("enable_prefix_caching", True)])
             assert [one.num_cached_tokens for one in found] == counts
 
 
@@ -236,7 +254,7 @@ def test_the_same_prompt_again(family: str, runs: Callable[[str], Runs]) -> None
     computed, so it goes on from the last boundary of a block.
     """
     here, prompts = runs(family), [tokens(count, seed=count) for count in (700, 600, 530)]
-    size = 256 if family == "Qwen3Next" else 128
+    size = BLOCKS[family]
     cuts = [(len(prompt) - 1) // size * size for prompt in prompts]
     expected = here.stock(prompts, cuts)
     here.save(prompts)
