@@ -86,13 +86,11 @@ class VllmConnector:
     def start(self, setup: Setup, store: Path | None, work: Path) -> VllmEngine:
         self.import_ahead()
         _check(setup)
-        import torch
         from vllm import LLM, envs
         from vllm.config import KVTransferConfig
 
         spare_repetitions()
-        if not torch.cuda.is_available():
-            fork_processes()
+        fork_processes()
         model = Model(setup.family, setup.weights, setup.epsilon)
         options = _options(setup, model.put(work, setup.place))
         with ExitStack() as stack:

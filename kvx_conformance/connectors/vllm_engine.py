@@ -38,14 +38,18 @@ def spare_repetitions() -> None:
 
 
 def fork_processes() -> None:
-    """Called before an engine with processes of its own starts: they are forked from this one.
+    """Called before an engine on CPU with processes of its own starts: they are forked from this.
 
-    vLLM on CPU starts interpreters instead, and each takes ten seconds to import vLLM. Threads do
-    not survive a fork: before this one has computed anything.
+    vLLM on CPU starts interpreters instead, and each takes ten seconds to import vLLM. This process
+    has no threads of OpenMP, which a fork would lose: OMP_NUM_THREADS is 1. On other devices vLLM
+    chooses.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
+    if not current_platform.is_cpu():
+        return
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
