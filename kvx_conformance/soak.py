@@ -65,8 +65,10 @@ class Found:
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     usage: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, bytes, descriptors
+    is_bad: threading.Event = field(default_factory=threading.Event)  # there is a problem
 
     def problem(self, kind: str, text: str) -> None:
+        self.is_bad.set()
         self.counts[kind] += 1
         self.problems.append(f"{kind}: {text}")
         if len(self.problems) <= _TOLD:
@@ -326,20 +328,25 @@ class Soak:
         self._environment = faults.environment(faults.build(self._probe.work), *rules)
         self._phase = "calm"
 
-    def run(self, seconds: float) -> Found:
-        """Prints how it goes, and what it has found."""
+    def run(self, seconds: float, *, until_first: bool = False) -> Found:
+        """Prints how it goes, and what it has found.
+
+        until_first: ends with the first problem
+        """
         print("asking engines without a store ...", flush=True)
         self._ask_alone()
         steady, restarted = _Driver(self, "steady", 1), _Driver(self, "restarted", 2)
         fail = partial(self._fail, min(20.0, seconds / 12))
         runs = (steady.run_steadily, restarted.run_with_restarts, self._damage, fail)
         threads = [threading.Thread(target=run, daemon=True) for run in runs]
+        enough = self.found.is_bad if until_first else threading.Event()
         begun = time.monotonic()
         for thread in threads:
             thread.start()
         try:
             while (left := begun + seconds - time.monotonic()) > 0 and threads[0].is_alive():
-                time.sleep(min(15.0, left))
+                if enough.wait(min(15.0, left)):
+                    seconds = time.monotonic() - begun
                 print(self._progress(time.monotonic() - begun), flush=True)
         finally:  # processes that are left would keep this one
             self.ended.set()
@@ -415,7 +422,10 @@ def _is_no_file(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else not path.is_file()
 
 
-def soak(kind: str, subject: str, minutes: float) -> bool:
-    """Returns whether nothing was wrong."""
+def soak(kind: str, subject: str, minutes: float, *, until_first: bool = False) -> bool:
+    """Returns whether nothing was wrong.
+
+    minutes: the most, if it runs `until_first` problem
+    """
     with closing(Soak(kind, subject)) as one:
-        return not one.run(minutes * 60).problems
+        return not one.run(minutes * 60, until_first=until_first).problems
