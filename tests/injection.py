@@ -26,8 +26,9 @@ _EXEMPT = ("kvx_core.connector", "kvx_core.errors")
 class Injection:
     """Calls of Python functions in `callees` from `callers`: names that modules begin with.
 
-    beneath_none_of: functions that are not to fail, and what they call is left alone, and __del__
-                     always: Python ignores its errors, and threads decide when it is called
+    beneath_none_of: functions that are not to fail, and what they call is left alone, and always
+                     __del__ and `drop`, which the end of an object calls: Python ignores their
+                     errors, and threads decide when they are called
     Threads that start inside are watched, too.
     """
 
@@ -39,7 +40,7 @@ class Injection:
     ) -> None:
         self._callers, self._callees = tuple(callers), tuple(callees)
         self._named = tuple(name for name in self._callees if name.startswith(_EXEMPT))
-        self._exempt = frozenset((*beneath_none_of, "__del__"))
+        self._exempt = frozenset((*beneath_none_of, "__del__", "drop"))
         self._seen: Counter[str] = Counter()
         self._target: tuple[type[BaseException], str, int] | None = None
         self._lock = threading.Lock()
