@@ -30,7 +30,7 @@ ANSWER = (
     "Yes. The keys and the values of all that was said move along, and the next engine goes on in "
     "the middle of the sentence; nobody can tell where one engine stopped and another began."
 )
-TRAINING_STEPS = 60
+TRAINING_STEPS = 35
 
 
 def make_model(directory: Path, dtype: str, seed: int) -> str:
@@ -75,12 +75,16 @@ def make_model(directory: Path, dtype: str, seed: int) -> str:
     rows = [torch.tensor([*tokenizer.encode(text).ids, config.eos_token_id]) for text in learnt]
     input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rate = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=8e-3, total_steps=TRAINING_STEPS, pct_start=0.15
+    )
     for _ in range(TRAINING_STEPS):
         optimizer.zero_grad()
         loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()
         optimizer.step()
+        rate.step()
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     return (
         f"a Llama of {config.num_hidden_layers} layers, {config.num_attention_heads} heads, "
