@@ -84,7 +84,7 @@ class Writer:
                 del self._waiting[-count:]
                 self._pending_bytes -= sum(one.num_bytes for one in dropped)
             for one in dropped:
-                one.store.index.mark_absent(one.name)
+                one.store.index.not_written(one.name)
             raise
 
     def commit(self, store: PrefixStore, snapshots: Sequence[Snapshot]) -> list[Exception | None]:
@@ -96,7 +96,7 @@ class Writer:
             try:
                 if self._is_stored(store, snapshot):
                     # This process has not read the file.
-                    store.index.mark_uncertain(store.name_of(snapshot))
+                    store.index.not_written(store.name_of(snapshot))
                 else:
                     missing.append(i)
             except Exception as error:
@@ -147,7 +147,7 @@ class Writer:
             if error is not None:
                 self._boundary.caught(error, "could not write to its store", "", "dropped_saves")
                 with self._boundary.guard("does not know what is stored"):
-                    store.index.mark_absent(one.name)
+                    store.index.not_written(one.name)
 
     def _count_used(self, store: PrefixStore) -> None:
         """Counts the files deleted to make room since the last call, and the files of the store."""

@@ -38,13 +38,13 @@ class Entries:
         num_tokens: the number of tokens of the entry
         Reads no keys and values. Marks the file as used. Deletes a corrupt file.
         """
-        name = entry_name(space, key, kind.id)
+        name, asked = entry_name(space, key, kind.id), self.index.now()
         try:
             if self.index.is_good(name):
                 return self.is_there(name)
             fetch, secrets = self.blobs.fetch, self.secrets
             if not is_chunk(fetch, kind, secrets, name=name, key=key, num_tokens=num_tokens):
-                self.index.mark_absent(name)
+                self.index.mark_absent(name, asked)
                 return False
         except CorruptError:
             self.discard(name)
@@ -59,11 +59,11 @@ class Entries:
 
     def is_there(self, name: str) -> bool:
         """True if the file exists. Marks it as used now. Raises StoreError."""
-        found = self.blobs.is_there(name)
+        asked, found = self.index.now(), self.blobs.is_there(name)
         if found:
             self.index.mark_present(name)
         else:
-            self.index.mark_absent(name)
+            self.index.mark_absent(name, asked)
         return found
 
     def has_other_keys(self, name: str, kind: Kind, num_tokens: int) -> bool:

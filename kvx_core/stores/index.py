@@ -68,9 +68,7 @@ class Index:
             self._expected.difference_update(names)
 
     def expect(self, name: str) -> None:
-        """Notes that this process is about to write a file. The caller then calls `wrote`,
-        `mark_absent` or `mark_uncertain`.
-        """
+        """Notes that this process is about to write a file, until `wrote` or `not_written`."""
         with self._lock:
             _remember(self._held, name, None)
             self._expected.add(name)
@@ -79,9 +77,25 @@ class Index:
         """Notes that this process has just stored a file."""
         self.held(name)
 
-    def mark_absent(self, name: str) -> None:
-        """Notes that a file was missing just now, or was not good."""
+    def not_written(self, name: str) -> None:
+        """Notes that this process does not write a file any more: it failed, or the file exists."""
         with self._lock:
+            self._expected.discard(name)
+            self._forget(name)
+
+    def now(self) -> float:
+        """Returns the time, for `mark_absent`."""
+        return self._clock()
+
+    def mark_absent(self, name: str, asked: float | None = None) -> None:
+        """Notes that a file was missing just now, or was not good.
+
+        asked: `now` before the disk was asked. A file that another thread has seen or written since
+               counts as present
+        """
+        with self._lock:
+            if asked is not None and self._files.get(name, asked) > asked:
+                return
             self._forget(name)
             self._good.pop(name, None)
             _remember(self._absent, name, self._clock())
@@ -184,9 +198,9 @@ class Index:
 
     def _forget(self, name: str) -> None:
         self._files.pop(name, None)
-        self._held.pop(name, None)
-        self._expected.discard(name)
         self._absent.pop(name, None)
+        if name not in self._expected:
+            self._held.pop(name, None)
 
 
 def _remember(known: OrderedDict[str, Any], name: str, value: Any) -> None:

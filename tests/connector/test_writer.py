@@ -110,6 +110,32 @@ def test_what_waits_is_written_together(writing: Writing) -> None:
     assert writing.boundary.take_counts() == {}
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_chunk_is_not_copied_again_while_it_is_written(refused: bool, tmp_path: Path) -> None:
+    """Before the write the writer has asked the disk, which does not have it, and so do lookups."""
+    writing = Writing(tmp_path, 1)
+    store, tokens = writing.store, prompt(CHUNK, 0)
+
+    def is_missing(*, from_memory: bool) -> bool:
+        return store.missing(tokens, 0, CHUNK, range(LAYERS), (0, HEADS), from_memory=from_memory)
+
+    writing.writer = Writer(
+        StoreSettings(path=tmp_path, writer_threads=1),
+        writing.boundary,
+        writing.counts,
+        lambda store, chunk: not is_missing(from_memory=False),
+    )
+    if refused:
+        (writing.blobs.refused,) = writing.names()
+    writing.add_all()
+    assert not is_missing(from_memory=True)
+    assert store.lookup(tokens).num_tokens == 0
+    assert not is_missing(from_memory=True)
+    writing.finish()
+    assert is_missing(from_memory=True) == is_missing(from_memory=False) == refused
+    writing.writer.threads.shutdown(60)
+
+
 @pytest.mark.parametrize("converts", [False, True])
 def test_what_a_format_spares_is_counted(converts: bool, tmp_path: Path) -> None:
     """Files of plain bytes are no larger for what is beside them: that spares nothing."""

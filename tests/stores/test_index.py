@@ -32,8 +32,23 @@ def test_a_file_that_is_being_written_is_not_asked_for() -> None:
     assert index.is_held("file")
     assert not index.has_doubted
     index.expect("other")
-    index.mark_absent("other")  # it could not be written
-    assert not index.is_held("other")
-    index.expect("other")
+    index.mark_absent("other")  # a lookup has asked the disk meanwhile
     index.mark_uncertain("other")
+    assert index.is_held("other")
+    index.not_written("other")
     assert not index.is_held("other")
+
+
+def test_a_file_that_was_written_while_the_disk_was_asked_is_there() -> None:
+    time = 0.0
+    index = Index(clock=lambda: time)
+    asked = index.now()
+    time = 0.1
+    index.wrote("file")
+    index.mark_absent("file", asked)  # before that it was missing
+    assert index.is_held("file")
+    assert index.is_there("file")
+    asked = index.now()
+    index.mark_absent("file", asked)
+    assert not index.is_held("file")
+    assert not index.is_there("file")
