@@ -24,7 +24,7 @@ from kvx_conformance import faults
 from kvx_conformance.case import Finding, NotApplicable, Outcome, summary
 from kvx_conformance.connector import Answer, Connector, Engine, Request, Setup, Weights
 from kvx_conformance.store import WithStore
-from kvx_conformance.subjects import SUBJECT, load, made
+from kvx_conformance.subjects import SUBJECT, BadSubject, load, made, require
 
 
 class EngineFailed(Finding):
@@ -212,6 +212,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def _connector(kind: str, subject: str) -> Connector:
+    """What starts engines. Raises BadSubject."""
+    if kind == "connector":
+        found: Connector = made(subject)
+        require(kind, subject, found)
+        return found
+    store = load(subject)
+    if isinstance(store, type) or not callable(store):  # a function that makes stores will do
+        require(kind, subject, store)
+    return WithStore(store)
+
+
 def _serve(
     calls: Connection, kind: str, subject: str, work: Path, environment: Mapping[str, str]
 ) -> None:
@@ -219,17 +231,19 @@ def _serve(
     die_with_parent()
     os.environ.update(environment)
     faults.begin()
-    connector = WithStore(load(subject)) if kind == "store" else made(subject)
-    server = _Server(connector, work)
+    server: _Server | None = None
     while True:
         try:
             name, arguments = calls.recv()
         except EOFError:
             break
         try:
+            server = server or _Server(_connector(kind, subject), work)
             answer = "returned", server.call(name, arguments)
         except NotApplicable as reason:
             answer = "not applicable", str(reason)
+        except BadSubject as reason:
+            answer = "raised", str(reason)
         except Exception as error:
             traceback.print_exc()
             answer = "raised", summary(error)

@@ -13,7 +13,9 @@ from typing import Any
 
 from kvx_conformance.case import Case, Finding, Outcome, summary
 from kvx_conformance.connector_probe import Probe
-from kvx_conformance.subjects import cases_of, made
+from kvx_conformance.engine_probe import engines_of
+from kvx_conformance.served import EngineFailed
+from kvx_conformance.subjects import BadSubject, cases_of, made, require
 
 
 def outcome_of(case: Case, subject: Any) -> tuple[Outcome, str]:
@@ -27,11 +29,23 @@ def outcome_of(case: Case, subject: Any) -> tuple[Outcome, str]:
     return Outcome.PASS, ""
 
 
+def _subject(kind: str, name: str) -> Any:
+    if kind != "engine":
+        return Probe(kind, name)
+    subject = made(name)
+    for engine in engines_of(subject):
+        require(kind, name, engine)
+    return subject
+
+
 def main(kind: str, name: str) -> None:
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     cases = {case.name: case for case in cases_of(kind)}
-    subject = made(name) if kind == "engine" else Probe(kind, name)
+    try:
+        subject = _subject(kind, name)
+    except (BadSubject, EngineFailed) as error:
+        sys.exit(str(error))
     print(json.dumps({"ready": True}), file=results)
     for line in sys.stdin:
         outcome, why = outcome_of(cases[line.strip()], subject)

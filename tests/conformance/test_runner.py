@@ -18,6 +18,7 @@ import os, signal, time
 print("an engine's log")
 
 class Engine:
+    write = read = table = facts = None
     def describe(self): {body}
 """
 NAMES = ("descriptors.odd_lengths", "facts.facts_are_complete", "descriptors.each_step")
@@ -72,9 +73,34 @@ def test_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_a_subject_that_is_none(folder: Path) -> None:
-    with pytest.raises(SystemExit, match="nobody does not start"):
-        list(runner.run("engine", "nobody", cases_of("engine")[:1]))
+@pytest.mark.parametrize(
+    ("kind", "subject", "message"),
+    [
+        ("engine", "nobody", "no module 'nobody'; expected MODULE or MODULE:NAME"),
+        (
+            "engine",
+            "json",
+            "json has no describe(); expected MODULE:NAME of a subject of kind engine, w",
+        ),
+        ("store", "json:nothing", "json has no 'nothing'"),
+        (
+            "store",
+            "json:JSONDecoder",
+            "json:JSONDecoder has no match(); expected MODULE:NAME of a subject of kind s",
+        ),
+        (
+            "connector",
+            "json",
+            "json has no start(); expected MODULE:NAME of a subject of kind connector",
+        ),
+    ],
+)
+def test_a_subject_that_is_none(
+    kind: str, subject: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=f"{subject} does not start: see above"):
+        list(runner.run(kind, subject, cases_of(kind)[:1]))
+    assert capfd.readouterr().err.startswith(message)
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
