@@ -1,9 +1,9 @@
 """Tests that only csrc decides: they run when it has changed since they last passed.
 
 Such tests have the mark `of_csrc`: sanitizers, other instruction sets, orders of the kernels'
-threads, machine code. They take half of all tests' time. A run of all tests in which they pass
-writes csrc_passed.txt, which is committed; where it has the digest of what is here they are
-skipped. It has a line for each kind of processor. `--csrc` runs them all the same.
+threads, machine code, builds by nvcc. They take half of all tests' time. A run of all tests in
+which they pass writes csrc_passed.txt, which is committed; where it has the digest of what is here
+they are skipped. It has a line for each kind of processor. `--csrc` runs them all the same.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ REASON = "csrc is as it was when this passed (tests/csrc_passed.txt); --csrc run
 # What their results depend on: sources, how they are built, and the tests that they run again.
 DECIDES = (
     *("csrc/**/*", "CMakeLists.txt", "tests/c/**/*", "tests/hostgrid/**/*", "tests/sass/**/*"),
+    *("benchmarks/gpu/**/*", "tests/bare.py", "tests/blocks/test_kvbm_build.py"),
+    "tests/gpu/test_gpu_harness.py",
     *(
         f"tests/{name}.py"
         for name in ("calls", "caches", "migrations", "native", "plans", "reference", "token_calls")

@@ -22,7 +22,7 @@ def test_every_pattern_finds_files() -> None:
 
 
 def test_files_with_such_tests_are_in_the_digest() -> None:
-    found = [path for path in (ROOT / "tests").glob("test_*.py") if "of_csrc" in path.read_text()]
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if "of_csrc" in path.read_text()]
     found.remove(Path(__file__))
     assert len(found) > 5
     assert all(map(decides, found))

@@ -36,6 +36,7 @@ def test_architectures_and_the_toolkits_folder(tmp_path: Path) -> None:
     assert Path(found[1]).samefile(nvcc)
 
 
+@pytest.mark.of_csrc
 def test_a_static_library(tmp_path: Path) -> None:
     """A program written for KVBM's kernels with libkvx.a inside needs no library of ours."""
     archive = library("static-kernels", KVX_STATIC="ON").with_suffix(".a")

@@ -187,7 +187,7 @@ def test_a_rehearsal_on_a_bare_machine(machine: Bare, hostgrid: Path, tmp_path: 
     assert "## Ceilings" in summary
 
 
-@pytest.mark.slow
+@pytest.mark.of_csrc
 def test_a_rehearsal_that_builds(machine: Bare, tmp_path: Path) -> None:
     """For the CPU and by nvcc. What the other files test on the CPU is in the suite as well, and
     what other builds have compiled from the same text is not compiled again."""
