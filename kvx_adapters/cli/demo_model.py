@@ -77,7 +77,7 @@ def make_model(directory: Path, dtype: str, seed: int) -> str:
     labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
     optimizer = torch.optim.AdamW(model.parameters())
     rate = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=8e-3, total_steps=TRAINING_STEPS, pct_start=0.15
+        optimizer, max_lr=6e-3, total_steps=TRAINING_STEPS, pct_start=0.15
     )
     for _ in range(TRAINING_STEPS):
         optimizer.zero_grad()
