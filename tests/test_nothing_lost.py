@@ -21,6 +21,7 @@ from kvx_core import (
     OutOfRangeError,
     Plan,
     ScaleDesc,
+    SlotMapping,
     describe,
     gather_kv,
     migrate,
@@ -28,6 +29,7 @@ from kvx_core import (
     verify,
     write_kv,
 )
+from kvx_core.ops import left_out
 
 SAME_MODEL = CacheFacts(fingerprint="m", rotary="half", rotary_dim=8, rope_applied=True)
 BLOCKS, SIZE, HEADS, DIM = 9, 4, 2, 8
@@ -441,3 +443,28 @@ def test_keys_that_layers_share_are_not_rotated_twice() -> None:
     with pytest.raises(InvalidArgumentError, match=r"layers\[1\].k is that of layers\[0\], expect"):
         rotate_keys(both.at([[5, 6]]), [8], [17], [1.0] * (DIM // 2))
     assert torch.equal(kv, before)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "invalid_slot", "places"), [((), -1, 0), ((4,), -1, 1), ((4, 9), 7, 2)]
+)
+def test_only_slots_that_are_skipped_are_looked_for(
+    skipped: tuple[int, ...], invalid_slot: int, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of the tokens that moved; where none is skipped, no token is found one by one."""
+    asked = []
+    find = left_out.find_tokens
+    monkeypatch.setattr(left_out, "find_tokens", lambda *a, **k: asked.append(1) or find(*a, **k))
+    source, src = a_cache(1)
+    kv, dst = a_cache(2)
+    expected, here = kv.clone(), tokens_of(source, [0, 1, 2])
+    slots = torch.randperm(BLOCKS * SIZE, generator=torch.Generator().manual_seed(5))[:12]
+    slots[slots == 7] = 35 if 35 not in slots else 34
+    slots[list(skipped)] = invalid_slot
+    for token, slot in enumerate(slots.tolist()):
+        if slot != invalid_slot:
+            expected[:, slot // SIZE, :, slot % SIZE] = here[:, token]
+    named = SlotMapping.of(slots, invalid_slot=invalid_slot)
+    assert migrate(src.at([[0, 1, 2]]), dst.at(slots=named), [12]) == (12 - places) * TOKEN_BYTES
+    assert torch.equal(kv, expected)
+    assert bool(asked) == bool(skipped)

@@ -420,6 +420,10 @@ class SlotMapping:
         slots, owner = host_copy("slots", self.slots, self.owner)
         return replace(self, slots=slots, memory=Memory.HOST, owner=owner)
 
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """The slots in their own dtype, a copy. Raises UnsupportedError for those on a device."""
+        return read_array("slots", self.slots, (self.token_count,), (1,), self.dtype, self.memory)
+
     def to_c(self) -> abi.kvx_slot_mapping_t:
         """A new C struct with these fields."""
         return abi.kvx_slot_mapping_t.from_buffer_copy(self.c_bytes)

@@ -20,7 +20,7 @@ from kvx_core.desc.tables import DESCRIPTORS, SeqLens
 from kvx_core.desc.tensors import Borrowed
 from kvx_core.desc.view import CacheSpan, CacheView
 from kvx_core.errors import FactsMismatchError
-from kvx_core.ops.left_out import may_leave_out
+from kvx_core.ops.left_out import has_slots, may_have_holes
 from kvx_core.ops.options import MoveOptions
 from kvx_core.ops.plan_lookups import invalid_slot
 from kvx_core.ops.reorder import reordered
@@ -68,6 +68,7 @@ class BoundMigration:
         "held",
         "layers",
         "leaves_out",
+        "may_have_holes",
         "placed",
         "stream",
         "tensors",
@@ -134,7 +135,9 @@ class BoundMigration:
             kept=(handle, planned, read),
             descriptors=DESCRIPTORS,
         )
-        self.leaves_out = may_leave_out(src, zero_fill=options.zero_fill) or may_leave_out(dst)
+        self.may_have_holes = may_have_holes(src, zero_fill=options.zero_fill)
+        self.may_have_holes |= may_have_holes(dst)
+        self.leaves_out = self.may_have_holes or has_slots(src) or has_slots(dst)
         self.token_bytes = dst.view.bytes_per_token(options.num_heads)
         brief = len(dst.view.layers) <= _BRIEF_LAYERS
         self.call = bound.run_plan(

@@ -25,17 +25,34 @@ class _Part(NamedTuple):
     token_bytes: int
 
 
-def may_leave_out(span: CacheSpan, *, zero_fill: bool = False) -> bool:
-    """Whether tokens may be left out at this end: slots name them, or a table has holes.
+def may_have_holes(span: CacheSpan, *, zero_fill: bool = False) -> bool:
+    """True if a table of this end may have entries without a block.
 
     zero_fill: the call zeroes tokens without a source instead, so that any table may have holes
     """
     finders: list[CacheSpan | Plane] = [span, *span.view.planes]
-    for one in finders:
-        table = one.block_table
-        if one.slots is not None or (table is not None and (zero_fill or table.has_holes)):
-            return True
-    return False
+    tables = (one.block_table for one in finders)
+    return any(table is not None and (zero_fill or table.has_holes) for table in tables)
+
+
+def has_slots(span: CacheSpan) -> bool:
+    """True if slots name tokens at this end: some may be skipped."""
+    return span.slots is not None or any(plane.slots is not None for plane in span.view.planes)
+
+
+def may_skip(span: CacheSpan) -> bool:
+    """True if a slot of this end is skipped, or lies on a device. Reads all slots."""
+    finders: list[CacheSpan | Plane] = [span, *span.view.planes]
+    return any(one.slots is not None and _may_skip(one.slots) for one in finders)
+
+
+def _may_skip(slots: SlotMapping) -> bool:
+    if slots.memory is Memory.DEVICE:
+        return True
+    numbers, skipped = slots.to_numpy(), slots.invalid_slot
+    if numbers.min(initial=0) < 0:
+        return True
+    return skipped >= 0 and bool((numbers == skipped).any())
 
 
 def bytes_left_out(src: CacheSpan, dst: CacheSpan, lens: SeqLens, num_heads: int | None) -> int:

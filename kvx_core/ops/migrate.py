@@ -30,7 +30,7 @@ from kvx_core.ops.bound_migration import (
     of_no_tokens,
 )
 from kvx_core.ops.holds import require_both_hold
-from kvx_core.ops.left_out import bytes_left_out
+from kvx_core.ops.left_out import bytes_left_out, may_skip
 from kvx_core.ops.options import MoveKeywords, MoveOptions
 from kvx_core.ops.streams import stream_number
 from kvx_core.types import Memory
@@ -138,7 +138,7 @@ def migrate(
 
         _move_described(bound, rebind, src, dst, lens, int(lengths.max(initial=0)), stream)
         moved = int(lengths.sum()) * rows_per_sequence(src, dst, lens)
-    if bound.leaves_out:
+    if bound.leaves_out and (bound.may_have_holes or may_skip(src) or may_skip(dst)):
         left_out = bytes_left_out(src, dst, SeqLens.of(seq_lens), chosen.num_heads or None)
         return moved * bound.token_bytes - left_out
     return moved * bound.token_bytes
