@@ -298,8 +298,10 @@ def read_array(
         return np.empty(shape, stored)
     last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
     flat = np.frombuffer(abi.read(address, (last + 1) * stored.itemsize), stored)
-    steps = [step * stored.itemsize for step in stride]
-    values = np.lib.stride_tricks.as_strided(flat, shape, steps).copy()
+    if tuple(stride) != (1,):  # as_strided takes ten times as long as a list of lengths
+        steps = [step * stored.itemsize for step in stride]
+        flat = np.lib.stride_tricks.as_strided(flat, shape, steps)
+    values = flat.copy()
     if dtype is DType.BF16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     return values
