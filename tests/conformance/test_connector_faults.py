@@ -16,6 +16,7 @@ from tests.fakes.vllm import needs_cpu_op
 pytestmark = [needs_cpu_op, pytest.mark.slow]
 
 _FAULTY = "tests.conformance.faulty_connectors"
+_HYBRID = "tests.conformance.faulty_hybrids"
 # What a store alone cannot fail, each case with a connector that must. vLLM's own for files stores
 # what another connector has not loaded.
 FAULTS = [
@@ -24,6 +25,11 @@ FAULTS = [
         "schedules.a_second_connector_that_fails_poisons_nothing",
         "kvx_conformance.connectors.vllm_files:Connector",
     ),
+    ("hybrids.a_conversation_goes_on", f"{_HYBRID}:CountsAStateShort"),
+    ("hybrids.gone_between_lookup_and_load", f"{_HYBRID}:TakesFailedLoadsForGood"),
+    ("hybrids.prompts_that_go_on", f"{_HYBRID}:CountsAStateShort"),
+    ("hybrids.prompts_that_part", f"{_HYBRID}:CountsAStateShort"),
+    ("hybrids.the_same_prompt_twice", f"{_HYBRID}:CountsAStateShort"),
     ("schedules.aborted_requests", f"{_FAULTY}:SavesWhatWasNotComputed"),
     ("schedules.blocks_are_given_back", f"{_FAULTY}:NeverLetsGo"),
     ("schedules.preempted_requests", f"{_FAULTY}:KeepsOldBlocks"),
