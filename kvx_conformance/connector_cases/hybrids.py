@@ -66,7 +66,7 @@ def the_same_prompt_twice(probe: Probe) -> None:
 
 @case("vLLM: boundaries of blocks in an answer are not offered to connectors", seconds=_SECONDS)
 def a_conversation_goes_on(probe: Probe) -> None:
-    """A prompt with a stored one and its answer before it is answered right and reuses some of it."""
+    """A prompt behind a stored one and its answer is answered right and reuses some of it."""
     requests, new = prompts(2, 150), prompts(2, 20, seed=40)
     for setup in _HYBRIDS:
         store = probe.folder()
