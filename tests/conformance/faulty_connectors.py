@@ -10,13 +10,13 @@ from kvx_conformance.connector import Setup
 from kvx_conformance.connectors import kvx
 
 
-class _Faulty(kvx.Connector):
-    """A subject whose connector has its own name in this module, with `Fault` behind it."""
+class Faulty(kvx.Connector):
+    """A subject whose connector has its own name in its module, with `Connector` behind it."""
 
     def transfer(self, store: Path) -> dict[str, Any]:
         return super().transfer(store) | {
             "kv_connector": f"{type(self).__name__}Connector",
-            "kv_connector_module_path": __name__,
+            "kv_connector_module_path": type(self).__module__,
         }
 
 
@@ -47,7 +47,7 @@ class KeepsOldBlocksConnector(KVXConnector):
         return found
 
 
-class KeepsOldBlocks(_Faulty):
+class KeepsOldBlocks(Faulty):
     pass
 
 
@@ -64,7 +64,7 @@ class SavesWhatWasNotComputedConnector(KVXConnector):
             request.num_computed_tokens, request.status = held, status
 
 
-class SavesWhatWasNotComputed(_Faulty):
+class SavesWhatWasNotComputed(Faulty):
     pass
 
 
@@ -76,7 +76,7 @@ class NeverLetsGoConnector(KVXConnector):
         return True, None
 
 
-class NeverLetsGo(_Faulty):
+class NeverLetsGo(Faulty):
     pass
 
 
@@ -93,7 +93,7 @@ class ForgetsInItsSleepConnector(KVXConnector):
         return super().reset_cache()
 
 
-class ForgetsInItsSleep(_Faulty):
+class ForgetsInItsSleep(Faulty):
     pass
 
 
@@ -108,7 +108,7 @@ class WaitsForTheDiskConnector(KVXConnector):
         return found
 
 
-class WaitsForTheDisk(_Faulty):
+class WaitsForTheDisk(Faulty):
     def transfer(self, store: Path) -> dict[str, Any]:
         found = super().transfer(store)
         return found | {

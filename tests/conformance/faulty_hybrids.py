@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvx_adapters.vllm_plugin import connector
 from kvx_adapters.vllm_plugin.connector import KVXConnector
-from kvx_conformance.connectors import kvx
+from tests.conformance.faulty_connectors import Faulty
 
 # By its name alone, a connector with another name than KVX's has another one beside it.
 connector.is_alone = lambda config: True
-
-
-class _Faulty(kvx.Connector):
-    """A subject whose connector has its own name in this module, with `Connector` behind it."""
-
-    def transfer(self, store: Path) -> dict[str, Any]:
-        return super().transfer(store) | {
-            "kv_connector": f"{type(self).__name__}Connector",
-            "kv_connector_module_path": __name__,
-        }
 
 
 class CountsAStateShortConnector(KVXConnector):
@@ -36,7 +25,7 @@ class CountsAStateShortConnector(KVXConnector):
         return step
 
 
-class CountsAStateShort(_Faulty):
+class CountsAStateShort(Faulty):
     pass
 
 
@@ -49,5 +38,5 @@ class TakesFailedLoadsForGoodConnector(KVXConnector):
         return type(found)(found.finished_sending, ended, set())
 
 
-class TakesFailedLoadsForGood(_Faulty):
+class TakesFailedLoadsForGood(Faulty):
     pass
