@@ -49,6 +49,7 @@ def may_skip(span: CacheSpan) -> bool:
 def _may_skip(slots: SlotMapping) -> bool:
     if slots.memory is Memory.DEVICE:
         return True
+    slots.require_in_place("slots")  # since the move another thread may have freed them
     numbers, skipped = slots.to_numpy(), slots.invalid_slot
     if numbers.min(initial=0) < 0:
         return True
