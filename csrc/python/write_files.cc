@@ -1,4 +1,4 @@
-// Writes new files, and gives files their names, each in one call that holds the GIL only at its
+// Writes new files, and gives files their names, many in one call that holds the GIL only at its
 // ends.
 #include <limits.h>
 #include <string.h>
@@ -15,35 +15,38 @@
 namespace kvx {
 namespace {
 
-constexpr uint64_t kNewFlags = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+constexpr int kNewFlags = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+constexpr uint64_t kAnyFlags = O_PATH | O_NOFOLLOW | O_CLOEXEC;  // whatever has a name
 constexpr uint64_t kFolderFlags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
 
 // The bytes of a tuple's buffers, as long as it lives.
 class Parts {
  public:
-  explicit Parts(PyObject *tuple) : size_(PyTuple_Size(tuple)) {
-    if (size_ <= 0) return;
-    buffers_.reset(new (std::nothrow) Py_buffer[static_cast<size_t>(size_)]);
-    parts.reset(new (std::nothrow) iovec[static_cast<size_t>(size_)]);
-    if (!buffers_ || !parts) return;
-    while (num < size_ && !PyObject_GetBuffer(PyTuple_GetItem(tuple, num), &buffers_[num], 0)) {
-      parts[num] = {buffers_[num].buf, static_cast<size_t>(buffers_[num].len)};
-      ++num;
-    }
-  }
+  Parts() = default;
   Parts(const Parts &) = delete;
   Parts &operator=(const Parts &) = delete;
   ~Parts() {
     for (Py_ssize_t i = 0; i < num; ++i) PyBuffer_Release(&buffers_[i]);
   }
 
-  bool is_complete() const { return num == size_; }
+  // False with a Python exception.
+  bool take(PyObject *tuple) {
+    const Py_ssize_t size = PyTuple_Size(tuple);
+    if (size <= 0) return !size;
+    buffers_.reset(new (std::nothrow) Py_buffer[static_cast<size_t>(size)]);
+    parts.reset(new (std::nothrow) iovec[static_cast<size_t>(size)]);
+    if (!buffers_ || !parts) return PyErr_NoMemory();
+    while (num < size && !PyObject_GetBuffer(PyTuple_GetItem(tuple, num), &buffers_[num], 0)) {
+      parts[num] = {buffers_[num].buf, static_cast<size_t>(buffers_[num].len)};
+      ++num;
+    }
+    return num == size;
+  }
 
   std::unique_ptr<iovec[]> parts;
   Py_ssize_t num = 0;
 
  private:
-  Py_ssize_t size_;
   std::unique_ptr<Py_buffer[]> buffers_;
 };
 
@@ -79,43 +82,66 @@ int write_all(int handle, iovec *parts, Py_ssize_t num) {
   return 0;
 }
 
-struct Written {
-  long handle;         // or minus an errno
-  long num_bytes = 0;  // on the disk
+// A file to write: its name in the folder, and the path that it is for.
+struct NewFile {
+  const char *name, *path;
+  Parts parts;
 };
 
-Written written(int folder, const char *name, mode_t mode, Parts *parts) {
-  const int handle = openat(folder, name, kNewFlags, mode);
+struct Written {
+  int64_t handle;         // or minus an errno
+  int64_t num_bytes = 0;  // on the disk
+};
+
+bool is_there(int root, const char *path) {
+  const int handle = opened(root, path, kAnyFlags);
+  if (handle >= 0) close(handle);
+  return handle >= 0;
+}
+
+Written written(int folder, int root, mode_t mode, NewFile *file) {
+  if (is_there(root, file->path)) return {-EEXIST};
+  const int handle = openat(folder, file->name, kNewFlags, mode);
   if (handle < 0) return {-errno};
   int error = make_own(handle, mode);
-  if (!error) error = write_all(handle, parts->parts.get(), parts->num);
+  if (!error) error = write_all(handle, file->parts.parts.get(), file->parts.num);
   struct stat status;
   if (!error && fstat(handle, &status)) error = -errno;
   if (error) {
-    unlinkat(folder, name, 0);
+    unlinkat(folder, file->name, 0);
     close(handle);
     return {error};
   }
-  const long allocated = status.st_blocks * 512;
+  const int64_t allocated = status.st_blocks * 512;
   return {handle, allocated ? allocated : status.st_size};
 }
 
-// (folder, name, mode, parts) -> (handle, bytes on the disk)
+// (folder, names, mode, contents, root, paths) -> a Written for each file, as bytes
 PyObject *run_write(PyObject *, PyObject *const *args, Py_ssize_t num_args) {
-  if (num_args != 4) return nullptr;
+  if (num_args != 6) return nullptr;
   const auto folder = static_cast<int>(PyLong_AsLong(args[0]));
-  const char *const name = PyBytes_AsString(args[1]);
   const auto mode = static_cast<mode_t>(PyLong_AsLong(args[2]));
+  const auto root = static_cast<int>(PyLong_AsLong(args[4]));
+  const Py_ssize_t num = PyTuple_Size(args[1]);
   if (PyErr_Occurred()) return nullptr;
-  Parts parts(args[3]);
-  if (PyErr_Occurred()) return nullptr;
-  Written one = {-ENOMEM};
-  if (parts.is_complete()) {
-    PyThreadState *const state = PyEval_SaveThread();
-    one = written(folder, name, mode, &parts);
-    PyEval_RestoreThread(state);
+  const std::unique_ptr<NewFile[]> files(new (std::nothrow) NewFile[static_cast<size_t>(num)]);
+  if (!files) return PyErr_NoMemory();
+  for (Py_ssize_t i = 0; i < num; ++i) {
+    files[i].name = PyBytes_AsString(PyTuple_GetItem(args[1], i));
+    files[i].path = PyBytes_AsString(PyTuple_GetItem(args[5], i));
+    if (PyErr_Occurred() || !files[i].parts.take(PyTuple_GetItem(args[3], i))) return nullptr;
   }
-  return Py_BuildValue("ll", one.handle, one.num_bytes);
+  constexpr auto kSize = static_cast<Py_ssize_t>(sizeof(Written));
+  PyObject *const found = PyBytes_FromStringAndSize(nullptr, num * kSize);
+  if (!found) return nullptr;
+  char *const each = PyBytes_AsString(found);
+  PyThreadState *const state = PyEval_SaveThread();
+  for (Py_ssize_t i = 0; i < num; ++i) {
+    const Written one = written(folder, root, mode, &files[i]);
+    memcpy(each + i * kSize, &one, sizeof one);
+  }
+  PyEval_RestoreThread(state);
+  return found;
 }
 
 // A file without a name in the store, and the name that it is to get.
@@ -174,8 +200,8 @@ PyObject *run_name(PyObject *, PyObject *const *args, Py_ssize_t num_args) {
 }  // namespace
 }  // namespace kvx
 
-extern "C" KVX_API PyObject *kvx_python_write_file(void) {
-  static PyMethodDef method = {"kvx.write_file", &kvx::run_write, METH_FASTCALL, nullptr};
+extern "C" KVX_API PyObject *kvx_python_write_files(void) {
+  static PyMethodDef method = {"kvx.write_files", &kvx::run_write, METH_FASTCALL, nullptr};
   return PyCFunction_NewEx(&method, nullptr, nullptr);
 }
 

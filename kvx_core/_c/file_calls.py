@@ -38,18 +38,20 @@ def read_file() -> Callable[..., tuple[int, int, int]]:
     return function
 
 
-def write_file() -> Callable[..., tuple[int, int]]:
-    """(folder, name, mode, parts) -> (handle, bytes on the disk): makes a new file in a folder and
-    writes the parts, a tuple of buffers that follow one another. The file is open and locked, and
-    has this mode whatever the umask is. The GIL is free meanwhile.
+def write_files() -> Callable[..., bytes]:
+    """(folder, names, mode, contents, root, paths) -> files: makes new files in a folder and writes
+    their contents, each a tuple of buffers that follow one another. The files are open and locked,
+    and have this mode whatever the umask is. The GIL is free meanwhile.
 
-    folder: a handle; name: bytes
-    Returns minus an errno in place of the handle, and leaves no file then. EAGAIN: another process
-    took the file for abandoned before it was locked; try another name.
+    folder, root: handles; names, contents, paths: tuples, of bytes but for the contents
+    paths: below the root, that the files are for: no file is made for one that exists
+    files: two int64 for each file: its handle, and its bytes on the disk. Minus an errno in place
+           of the handle: there is no such file. EEXIST: its path exists; EAGAIN: another process
+           took the file for abandoned before it was locked; try another name
     """
-    make = library().kvx_python_write_file
+    make = library().kvx_python_write_files
     make.argtypes, make.restype = (), py_object
-    function: Callable[..., tuple[int, int]] = make()
+    function: Callable[..., bytes] = make()
     return function
 
 

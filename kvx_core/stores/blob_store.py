@@ -121,17 +121,19 @@ class BlobStore(ABC):
         """
         return None
 
-    def put_all(self, files: Sequence[tuple[str, Write]], num_bytes: int = 0) -> list[Put]:
+    def put_all(
+        self, files: Sequence[tuple[str, Write]], num_bytes: int = 0, *, durable: bool = True
+    ) -> list[Put]:
         """Calls `put` for each name and `write`. Returns each result, or the StoreError it raised.
 
         num_bytes: the bytes of all files together, as far as known. If files are large, several
                    threads may call `write` at the same time, each for a different file
         """
-        return [self._put_one(name, write) for name, write in files]
+        return [self._put_one(name, write, durable=durable) for name, write in files]
 
-    def _put_one(self, name: str, write: Write) -> Put:
+    def _put_one(self, name: str, write: Write, *, durable: bool) -> Put:
         try:
-            return self.put(name, write)
+            return self.put(name, write, durable=durable)
         except StoreError as error:
             return error
 

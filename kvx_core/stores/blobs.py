@@ -18,7 +18,6 @@ from kvx_core._c.os_files import OpenFile, ReadFile, close, syncs_together
 from kvx_core.argument_checks import instance, integer, one_of
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import StoreError
-from kvx_core.snapshot.threaded import in_threads
 from kvx_core.stores.beneath import (
     ABSENT,
     FOLDER,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 _MAX_NAMES = 1 << 16  # `names` returns at most so many
 _FEW = 4  # files: with so many or more, syncing them together is quicker
-_LARGE = 1 << 20  # bytes of an average file; smaller files are written by one thread
 _TRIES = 5  # of one call, when other processes delete the files that it uses
 _NO_HELP_SECONDS = 60  # without dropping files again, after dropping them did not help
 _FUTURE_SECONDS = 60  # a time of last use further ahead than this is wrong
@@ -143,7 +141,9 @@ class Directory(BlobStore):
             self._has_grown(1, num_bytes)
         return num_bytes is not None
 
-    def put_all(self, files: Sequence[tuple[str, Write]], num_bytes: int = 0) -> list[Put]:
+    def put_all(
+        self, files: Sequence[tuple[str, Write]], num_bytes: int = 0, *, durable: bool = True
+    ) -> list[Put]:
         """Does what BlobStore.put_all says.
 
         On a local disk, syncs four or more files together: 64 files of 0.5 MB take a tenth of the
@@ -151,34 +151,21 @@ class Directory(BlobStore):
         alone. Several threads write large files. Files get their names in the order of `files`.
         """
         done: dict[int, Put] = {}
-        with suppress(OSError, StoreError), self._new.place() as place, ExitStack() as stack:
-            if len(files) >= _FEW and syncs_together(place.root):
+        with suppress(OSError, StoreError), self._new.place() as place:
+            if not durable or (len(files) >= _FEW and syncs_together(place.root)):
                 for name, _ in files:
                     check_name(name)
-
-                def write_one(file: tuple[str, Write]) -> Written | bool | None:
-                    """Writes one file. False: the name exists; None: it must be put alone."""
-                    with suppress(OSError, StoreError):
-                        if self._new.is_there(place, file[0]):
-                            return False
-                        return stack.enter_context(self._new.written(place, *file))
-                    return None
-
-                are_large = num_bytes >= _LARGE * len(files)
-                each = in_threads(write_one, files, num_bytes if are_large else 0)
-                written = {i: one for i, one in enumerate(each) if isinstance(one, Written)}
-                done |= {i: False for i, one in enumerate(each) if one is False}
-                found = self._new.publish_all(place, tuple(written.values()))
-                for (i, one), is_new in zip(written.items(), found, strict=True):
-                    if isinstance(is_new, OSError):
-                        done[i] = self._failure(one.name, "written", is_new)
-                    elif is_new is not None:
-                        done[i] = is_new
-                sizes = [written[i].num_bytes for i in written if done.get(i) is True]
+                found = self._new.put_together(place, files, num_bytes, durable=durable)
+                for i, put in found.items():
+                    if isinstance(put, OSError):
+                        done[i] = self._failure(files[i][0], "written", put)
+                    else:
+                        done[i] = put is not None
+                sizes = [put for put in found.values() if isinstance(put, int)]
                 self._has_grown(len(sizes), sum(sizes))
         for i, (name, write) in enumerate(files):
             if i not in done:
-                done[i] = self._put_one(name, write)
+                done[i] = self._put_one(name, write, durable=durable)
         return [done[i] for i in range(len(files))]
 
     def _has_grown(self, num_files: int, num_bytes: int) -> None:
@@ -322,14 +309,17 @@ class Directory(BlobStore):
 
         Raises StoreError and OSError.
         """
-        with self._new.place() as place:
-            if durable and self._new.is_there(place, name):
+        with self._new.place() as place, ExitStack() as opened:
+            (written,) = self._new.write(place, [(name, write)], opened)
+            if isinstance(written, FileExistsError):
+                self._new.is_there(place, name)  # raises if it is no file
                 return None
-            with self._new.written(place, name, write) as written:
-                is_new = self._new.publish(place, written, durable=durable)
-                if isinstance(is_new, OSError):  # another try would find its own file there
-                    raise self._failure(name, "written", is_new)
-                return written.num_bytes if is_new else None
+            if not isinstance(written, Written):
+                raise written
+            is_new = self._new.publish(place, written, durable=durable)
+            if isinstance(is_new, OSError):  # another try would find its own file there
+                raise self._failure(name, "written", is_new)
+            return written.num_bytes if is_new else None
 
     def _make_room(self, num_bytes: int, max_bytes: int) -> None:
         """Trims if files may take more than max_bytes, after what was put since the last trim."""

@@ -52,7 +52,7 @@ class Commits:
         writes = list(map(writing, names, snapshots, kinds))
         num_bytes = sum(0 if one.memory is None else one.memory.nbytes for one in snapshots)
         results = self.entries.blobs.put_all(list(zip(names, writes, strict=True)), num_bytes)
-        stored: list[int | StoreError] = []
+        stored, new = list[int | StoreError](), list[tuple[Snapshot, Kind]]()
         for i, (name, snapshot) in enumerate(zip(names, snapshots, strict=True)):
             is_new = results[i]
             if is_new is False:
@@ -62,8 +62,9 @@ class Commits:
                 continue
             self.entries.index.wrote(name)
             if is_new:
-                self._mark(snapshot, kinds[i])
+                new.append((snapshot, kinds[i]))
             stored.append(sizes[name] if is_new else 0)
+        self._mark(new)
         self.stale_entries.drop()
         return stored
 
@@ -78,20 +79,23 @@ class Commits:
         except StoreError as error:
             return error
 
-    def _mark(self, snapshot: Snapshot, kind: Kind) -> None:
-        """Publishes the mark of a new entry, so that lookups find it by its first tokens.
+    def _mark(self, new: Sequence[tuple[Snapshot, Kind]]) -> None:
+        """Publishes the marks of new entries, so that lookups find them by their first tokens.
 
         An entry with states alone gets no mark: lookups find it by its name. An entry that gets its
         states later may have lost its mark to a longer entry, so its mark is published again.
         """
         space, step, marks = self.kinds.record.name, self.chunk_tokens, self.entries.marks
-        own = Mark(snapshot.header.prefix, snapshot.tokens)
-        with suppress(StoreError):  # the entry is stored all the same
-            if kind.is_states and not marks.has_tokens(space, own):
-                return
-        shorter = marks.publish(space, own.parent, own.ids, step)
-        if shorter is not None:
-            self.stale_entries.found(space, shorter, own, step)
+        entries = list[Mark]()
+        for snapshot, kind in new:
+            # A copy, since a view would keep a larger array.
+            own = Mark(snapshot.header.prefix, snapshot.tokens.copy())
+            with suppress(StoreError):  # the entry is stored all the same
+                if not kind.is_states or marks.has_tokens(space, own):
+                    entries.append(own)
+        for own, shorter in zip(entries, marks.publish_all(space, entries, step), strict=True):
+            if shorter is not None:
+                self.stale_entries.found(space, shorter, own, step)
 
 
 def name_in(space: str, snapshot: Snapshot) -> str:

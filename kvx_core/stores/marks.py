@@ -11,7 +11,8 @@ import os
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -212,6 +213,13 @@ class KnownMarks:
             raise NotCached
         return found[1]
 
+    def is_known(self, space: str, rung: str) -> bool:
+        """True if `known` raises nothing."""
+        with suppress(NotCached):
+            self.known(space, rung)
+            return True
+        return False
+
     def candidates(
         self, space: str, parent: str, rest: Ids, chunk_tokens: int
     ) -> list[tuple[int, Mark]]:
@@ -286,6 +294,32 @@ class Marks:
             return self.read(space, rung, chunk_tokens, length)
 
         return candidates(read, parent, rest, chunk_tokens)
+
+    def publish_all(
+        self, space: str, entries: Sequence[Mark], chunk_tokens: int
+    ) -> list[Mark | None]:
+        """Does what `publish` does for several entries. Returns for each what `publish` returns.
+
+        Most entries are the first at their first rung: their marks are written together.
+        """
+        firsts = dict[str, Mark]()
+        for own in entries:
+            rung = rung_of(own.parent, own.ids[:0])
+            if not self._taken.is_known(space, rung):
+                firsts.setdefault(rung, own)
+        files = [(mark_name(space, rung), self._content(own)) for rung, own in firsts.items()]
+        found, done = self._blobs.put_all(files, durable=False), set[Mark]()
+        for (rung, own), is_new in zip(firsts.items(), found, strict=True):
+            if isinstance(is_new, StoreError):  # the entry is stored all the same
+                self._index.failed(is_new)
+            else:
+                self._note(space, rung, own, is_new=is_new)
+            if is_new:
+                done.add(own)
+        return [
+            None if own in done else self.publish(space, own.parent, own.ids, chunk_tokens)
+            for own in entries
+        ]
 
     def publish(
         self,
@@ -418,14 +452,20 @@ class Marks:
         return mark
 
     def _put(self, space: str, rung: str, mark: Mark, put: Callable[..., bool]) -> bool:
-        content = Content.of(mark_bytes(mark, self._secrets))
-        is_new = put(mark_name(space, rung), content, durable=False)
+        is_new = put(mark_name(space, rung), self._content(mark), durable=False)
+        self._note(space, rung, mark, is_new=is_new)
+        return is_new
+
+    def _content(self, mark: Mark) -> Content:
+        return Content.of(mark_bytes(mark, self._secrets))
+
+    def _note(self, space: str, rung: str, mark: Mark, *, is_new: bool) -> None:
+        """Remembers that a mark was written, or forgets what is at its rung."""
         for memory in (self.known, self._taken):
             if is_new:
                 memory.saw(space, rung, mark)
             else:
                 memory.forget(space, rung)
-        return is_new
 
     def _delete(self, space: str, rung: str) -> None:
         self.known.saw(space, rung, None)

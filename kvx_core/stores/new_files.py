@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvx_core._c.file_calls import name_files
 from kvx_core._c.os_files import close
 from kvx_core.snapshot import StoreError
+from kvx_core.snapshot.threaded import in_threads
 from kvx_core.stores.beneath import (
     NOTHING,
     allocated,
@@ -31,6 +33,8 @@ from kvx_core.stores.temporary import Temporaries, Temporary
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_LARGE = 1 << 20  # bytes of an average file; smaller files are written by one thread,
+_TOGETHER = 16 << 20  # so many bytes with one call
 _TRIES = 5  # when other processes delete the folder that a call is using
 
 _name_files = name_files()
@@ -67,7 +71,7 @@ class NewFiles:
 
     @contextmanager
     def place(self) -> Iterator[Place]:
-        """Yields the place for calls of `written`. Makes a missing root. Raises OSError."""
+        """Yields the place for calls of `write`. Makes a missing root. Raises OSError."""
         with ExitStack() as opened:
             try:
                 root = self._root.open()
@@ -77,25 +81,42 @@ class NewFiles:
             opened.callback(close, root)
             yield Place(root, lambda: opened.enter_context(self._temporaries.folder(root)))
 
-    @contextmanager
-    def written(self, place: Place, name: str, write: Write) -> Iterator[Written]:
-        """Yields a new file that `write` has written. At the end of the context, it is deleted
-        unless it has got its name.
+    def write(
+        self, place: Place, files: Sequence[tuple[str, Write]], opened: ExitStack
+    ) -> list[Written | OSError | StoreError]:
+        """Writes new files. Returns each, or why there is none: FileExistsError if its name exists.
 
-        Raises OSError, StoreError.
+        opened: when it ends, the files that have got no name are deleted
+        Raises OSError, and what a `write` raises besides OSError and StoreError.
         """
-        if isinstance(write, Content):
-            temporary, num_bytes = self._temporaries.new(place.temporaries, write.parts())
-        else:
-            temporary, num_bytes = self._temporaries.new(place.temporaries)
-        try:
-            if not isinstance(write, Content):
+        found = dict[int, Written | OSError | StoreError]()
+        contents, numbers = list[tuple[str, Sequence[memoryview]]](), list[int]()
+        for i, (name, write) in enumerate(files):
+            try:
+                contents.append((name, write.parts() if isinstance(write, Content) else ()))
+                numbers.append(i)
+            except StoreError as error:
+                found[i] = error
+        made = self._temporaries.new(place.temporaries, place.root, contents)
+        for one in made:
+            if not isinstance(one, OSError):
+                opened.callback(one[0].end)
+        for i, one in zip(numbers, made, strict=True):
+            found[i] = one if isinstance(one, OSError) else self._filled(*files[i], *one)
+        return [found[i] for i in range(len(files))]
+
+    def _filled(
+        self, name: str, write: Write, temporary: Temporary, num_bytes: int
+    ) -> Written | OSError | StoreError:
+        """Has `write` write a new file, unless the file has its content already."""
+        if not isinstance(write, Content):
+            try:
                 with self._file(temporary.file, name) as file:
                     write(file)
                 num_bytes = _bytes_of(temporary.file)
-            yield Written(name, temporary, num_bytes)
-        finally:
-            temporary.end()
+            except (OSError, StoreError) as error:
+                return error
+        return Written(name, temporary, num_bytes)
 
     def _file(self, handle: int, name: str) -> BinaryIO:
         """Returns a file object for a handle, which stays open when the object is closed."""
@@ -133,26 +154,46 @@ class NewFiles:
                 close(folder)
         return is_new
 
-    def publish_all(self, place: Place, files: Sequence[Written]) -> list[bool | OSError | None]:
-        """Publishes several files on a file system that `syncs_together`.
+    def put_together(
+        self, place: Place, files: Sequence[tuple[str, Write]], num_bytes: int, *, durable: bool
+    ) -> dict[int, int | OSError | None]:
+        """Writes files and gives them their names, in the order of `files`.
 
-        Returns for each file what `publish` returns; None if the file has no name yet, and must be
-        published alone; or an OSError if its name may not be on the disk. Syncs the file system
-        twice, with all other writes to it, instead of three times for each file.
-        Raises OSError if no file has got its name.
+        num_bytes: see BlobStore.put_all
+        durable:   True: syncs the file system, which must be one that `syncs_together`, twice, with
+                   all other writes to it, instead of three times for each file
+        Returns by the number of a file its bytes on the disk; None if another writer was first; an
+        OSError if the name may not be on the disk. A file that is left out has no name, and must be
+        put alone.
+        Raises OSError if no file has got its name, and the errors of `write`.
         """
-        sync_file_system(place.root)
-        named: list[bool | OSError | None] = []
-        for written, is_new in zip(files, self._name_all(place, files), strict=True):
-            if is_new is None:
-                with suppress(OSError):
-                    is_new = self._name(place.root, written, _nothing)
-            named.append(is_new)
-        try:
-            sync_file_system(place.root)
-        except OSError as error:
-            return [error if is_new else is_new for is_new in named]
-        return named
+        size = num_bytes // max(len(files), 1)
+        step = max(1, _TOGETHER // max(size, 1)) if size < _LARGE else 1
+        parts = [files[i : i + step] for i in range(0, len(files), step)]
+        with ExitStack() as opened:
+
+            def write(part: Sequence[tuple[str, Write]]) -> Sequence[Written | Exception]:
+                return self.write(place, part, opened)
+
+            found = in_threads(write, parts, num_bytes if size >= _LARGE else 0)
+            each = enumerate(chain.from_iterable(found))
+            written = {i: one for i, one in each if isinstance(one, Written)}
+            if durable:
+                sync_file_system(place.root)
+            put = dict[int, int | OSError | None]()
+            named = self._name_all(place, tuple(written.values()))
+            for (i, one), is_new in zip(written.items(), named, strict=True):
+                if is_new is None:
+                    with suppress(OSError):
+                        is_new = self._name(place.root, one, _nothing)
+                if is_new is not None:
+                    put[i] = one.num_bytes if is_new else None
+            try:
+                if durable:
+                    sync_file_system(place.root)
+            except OSError as error:
+                return {i: None if one is None else error for i, one in put.items()}
+            return put
 
     def is_there(self, place: Place, name: str) -> bool:
         """True if a file has the name. Raises OSError; StoreError if something else has it."""

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from struct import Struct
 
-from kvx_core._c.file_calls import write_file
+from kvx_core._c.file_calls import write_files
 from kvx_core._c.os_files import close
 from kvx_core.stores.beneath import FOLDER, make_folders, open_beneath
 
@@ -36,7 +37,8 @@ _CLEAN_SECONDS = 600  # between two cleanings by one process
 _MAX_CLEANED = 4096  # files looked at in one cleaning
 _TRIES = 5
 
-_write_file = write_file()
+_write_files = write_files()
+_TWO = Struct("<2q")  # what it says of a file
 
 
 @dataclass(slots=True)
@@ -76,22 +78,46 @@ class Temporaries:
         finally:
             close(folder)
 
-    def new(self, folder: int, parts: Sequence[memoryview] = ()) -> tuple[Temporary, int]:
-        """Writes a new, locked file with these bytes. Returns it and its bytes on the disk.
+    def new(
+        self, folder: int, root: int, files: Sequence[tuple[str, Sequence[memoryview]]]
+    ) -> list[tuple[Temporary, int] | OSError]:
+        """Writes new, locked files. Returns each and its bytes on the disk, or its OSError:
+        FileExistsError if its name in the store exists.
 
-        folder: a handle from `folder`, open until the file is ended
-        The caller calls `end`. Raises OSError.
+        folder: a handle from `folder`, open until the files are ended
+        root:   a handle of the root, below which the names are
+        files:  names in the store, and bytes: parts that follow one another
+        The caller calls `end` of each. Raises OSError.
         """
-        place, parts = _place(os.fstat(folder).st_dev), tuple(parts)
+        place = _place(os.fstat(folder).st_dev)
+        found: list[tuple[Temporary, int] | OSError] = [_error(errno.ENOENT)] * len(files)
+        left: Sequence[int] = range(len(files))
         for _ in range(_TRIES):
-            name = f".{place}-{secrets.token_hex(8)}.tmp"
-            file, num_bytes = _write_file(folder, os.fsencode(name), self._file_mode, parts)
-            if file >= 0:
-                # Some file systems allocate nothing before they sync.
-                return Temporary(file, folder, name), max(num_bytes, sum(map(len, parts)))
-            if file != -errno.EAGAIN:
-                raise OSError(-file, os.strerror(-file), name)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            names = [f".{place}-{secrets.token_hex(8)}.tmp" for _ in left]
+            written = _write_files(
+                folder,
+                tuple(map(os.fsencode, names)),
+                self._file_mode,
+                tuple(tuple(files[i][1]) for i in left),
+                root,
+                tuple(os.fsencode(files[i][0]) for i in left),
+            )
+            again = list[int]()
+            for i, name, (file, num_bytes) in zip(
+                left, names, _TWO.iter_unpack(written), strict=True
+            ):
+                if file >= 0:
+                    # Some file systems allocate nothing before they sync.
+                    num_bytes = max(num_bytes, sum(map(len, files[i][1])))
+                    found[i] = Temporary(file, folder, name), num_bytes
+                elif file == -errno.EAGAIN:
+                    again.append(i)
+                else:
+                    found[i] = _error(-file)
+            left = again
+            if not left:
+                break
+        return found
 
     def clean(self, root: int) -> None:
         """Deletes the files of dead writers."""
@@ -162,6 +188,10 @@ def _lock(file: int) -> bool | None:
             return None
         raise
     return True
+
+
+def _error(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
 
 
 def _clock(folder: int) -> float:

@@ -44,8 +44,14 @@ class Gated(Directory):
         return super().put(name, write, durable=durable)
 
     def put_all(
-        self, files: Sequence[tuple[str, Callable[[BinaryIO], None]]], num_bytes: int = 0
+        self,
+        files: Sequence[tuple[str, Callable[[BinaryIO], None]]],
+        num_bytes: int = 0,
+        *,
+        durable: bool = True,
     ) -> list[Put]:
+        if not durable:  # marks
+            return super().put_all(files, num_bytes, durable=durable)
         self._wait([name for name, _ in files])
         return [
             StoreError(f"{name} is refused") if name == self.refused else Directory.put(self, *file)

@@ -127,7 +127,8 @@ def test_names_that_are_long_and_deep(blobs: BlobStore) -> None:
     assert blobs.names("a/b/c/d/e/f/g") == ["h"]
 
 
-def test_files_that_are_put_together(blobs: BlobStore) -> None:
+@pytest.mark.parametrize("durable", [True, False])
+def test_files_that_are_put_together(blobs: BlobStore, durable: bool) -> None:
     """As `put` does, each error is that of its own file."""
 
     def fail(file: BinaryIO) -> None:
@@ -138,7 +139,7 @@ def test_files_that_are_put_together(blobs: BlobStore) -> None:
     names = [f"a/{i}" for i in range(6)]
     files = [(name, writing(b"new")) for name in (*names, "a/0")]
     files[3] = ("a/3", fail)
-    found = blobs.put_all(files)
+    found = blobs.put_all(files, durable=durable)
     assert [str(each) for each in found] == [
         *("True", "True", "False", "no more", "True", "True", "False")
     ]
