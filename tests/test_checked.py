@@ -47,6 +47,7 @@ def test_the_digest_is_of_sources_compilers_and_processor(
     assert len(set(digests)) == len(digests)
 
 
+@pytest.mark.slow
 def test_what_has_passed_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of pytest on a test of its own, with and without the record, and with --csrc."""
     code = """

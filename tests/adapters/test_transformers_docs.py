@@ -88,6 +88,7 @@ def test_the_snippets(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         assert torch.equal(layer.keys[0, :, :12].transpose(0, 1), key)
 
 
+@pytest.mark.slow
 def test_a_cache_goes_through_a_file_to_another_process(tmp_path: Path) -> None:
     like = model("Llama")
     like.save_pretrained(tmp_path / "model")

@@ -403,6 +403,7 @@ def test_both_writes_of_a_group_are_tried(broken: str) -> None:
         vllm.self_test_group(group, {name: kv_cache}, {name: layer})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not is_vllm_for_cpu() or find_spec("triton") is None, reason="vllm or triton is not installed"
 )

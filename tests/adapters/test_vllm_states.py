@@ -20,7 +20,10 @@ from tests.states import GDN_CONFIG as GDN
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-@pytest.mark.parametrize("family", ["Qwen3Next", "GraniteMoeHybrid", "Lfm2"])
+@pytest.mark.parametrize(
+    "family",
+    ["Lfm2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("Qwen3Next", "GraniteMoeHybrid"))],
+)
 def test_states_of_a_running_engine(family: str, tmp_path: Path) -> None:
     if torch.cpu._is_amx_tile_supported():
         pytest.skip("keys in bfloat16 are AMX tiles there, which live_hybrid_span refuses")

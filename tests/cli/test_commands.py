@@ -63,6 +63,7 @@ def _end(text: str, start: int) -> int:
     return len(text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
 def test_make() -> None:
     """Each target that a page names is one."""

@@ -188,6 +188,7 @@ def test_the_line_that_installs_an_engine(station: demo_route.Station) -> None:
     assert station.version
 
 
+@pytest.mark.slow
 @needs_engines
 def test_a_flipped_bit_is_found() -> None:
     options = ("--corrupt", "--dtype", "bfloat16", "--seed", "5", "--json")

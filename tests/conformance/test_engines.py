@@ -143,14 +143,14 @@ def test_the_engine_of_the_page_passes(tmp_path: Path) -> None:
     assert sum(result["outcome"] == "pass" for result in results) >= 20
 
 
-SLOW = pytest.mark.slow  # three quicker ones run always
+SLOW = pytest.mark.slow  # two quicker ones run always
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "llama_cpp",
-        "mlx",
+        pytest.param("mlx", marks=SLOW),
         "onnxruntime",
         pytest.param("hf", marks=SLOW),
         pytest.param("hf_hybrids", marks=SLOW),

@@ -29,6 +29,7 @@ def not_good(results: Sequence[runner.Result]) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "subject", ["tests.conformance.small_stores:Sound", "kvx_conformance.stores.kvx:Store"]
 )

@@ -14,6 +14,7 @@ import kvx_core.ops.torch_ops
 from kvx_core import InvalidArgumentError, OutOfRangeError, UnsupportedError
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM = 6, 8, 2, 16
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)  # compiles C++
 
 
 def new_kv(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -186,7 +187,7 @@ def step_on_halves(
     return torch.cat([k, v], dim=-1).float().sum(dim=(0, 2))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("dynamic", [False, True, None])
 def test_compile_write(backend: str, dynamic: bool | None) -> None:
     """K and V are halves of one storage, made in the graph."""
@@ -200,7 +201,7 @@ def test_compile_write(backend: str, dynamic: bool | None) -> None:
         assert torch.equal(kv, expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("dynamic", [False, None])
 def test_compile_write_to_given_halves(backend: str, dynamic: bool | None) -> None:
     """K and V are halves of one storage, given to the graph."""
@@ -215,7 +216,7 @@ def test_compile_write_to_given_halves(backend: str, dynamic: bool | None) -> No
         assert torch.equal(kv, expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", INDUCTOR])
 def test_compile_write_layers(backend: str) -> None:
     """All layers in one op leave what one op for each leaves."""
 
@@ -234,7 +235,7 @@ def test_compile_write_layers(backend: str) -> None:
     torch.testing.assert_close(total, expected[2].float().sum())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_compile_gather_and_migrate(backend: str) -> None:
     """Write, migrate and gather in one graph: each reads what the one before it wrote."""
 

@@ -41,6 +41,7 @@ def serve_two(serve: Factory, source: Path) -> None:
     assert engine.ranks[0].worker._saver._writer._pending_bytes == 0
 
 
+@pytest.mark.slow
 def test_whatever_it_meets(serve: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "TOGETHER", 1)  # the same calls every time
     engine = serve()

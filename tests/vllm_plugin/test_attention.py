@@ -151,6 +151,7 @@ def test_plugins_are_chosen_by_name(
     assert registry.custom.get_path().startswith(path)
 
 
+@pytest.mark.slow
 def test_registering_is_quick_and_touches_no_gpu() -> None:
     """As vLLM does it: when it knows the arguments of an engine, and not yet a model."""
     script = """

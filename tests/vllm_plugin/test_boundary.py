@@ -132,7 +132,10 @@ def serve(steps: Steps) -> None:
     assert (half._next.saves, half._next.loads) == ([], [])
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, id="sync"), pytest.param(True, id="async", marks=pytest.mark.slow)],
+)
 def test_whatever_the_scheduler_half_meets(
     asynchronous: bool, start: Any, stored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

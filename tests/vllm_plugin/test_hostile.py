@@ -124,6 +124,7 @@ def store(tmp_path: Path) -> tuple[Path, Path, bytes, torch.Tensor]:
     return tmp_path, first, first.read_bytes(), worker.tokens([3, 1, 5], len(TOKENS)).clone()
 
 
+@pytest.mark.slow
 def test_in_place_of_a_good_file(store: tuple[Path, Path, bytes, torch.Tensor]) -> None:
     root, path, good, expected = store
     assert load(root, expected) == len(TOKENS)

@@ -107,6 +107,7 @@ def test_windows(
     same_keys_and_values(gemma, PROMPTS[:5], loads)
 
 
+@pytest.mark.slow
 def test_layers_with_other_heads(gemma4: Path, engines: EngineProcess, tmp_path: Path) -> None:
     """Layers with a window have two small heads, the others one large one: all of a prompt is
     found, and what is loaded is what transformers computes.

@@ -130,6 +130,7 @@ def ends(family: str, count: int, *, is_cached: bool) -> list[int]:
     return sorted(end for end in found if 0 < end < count + REST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_request_goes_on_from_any_of_its_tokens(family: str, runs: Callable[[str], Runs]) -> None:
     """In a pool full of NaN, with blocks of other sizes, and where vLLM caches nothing itself."""

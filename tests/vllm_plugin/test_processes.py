@@ -47,6 +47,7 @@ def test_both_ways(llama: Path, engines: EngineProcess, stock: Stock, tmp_path: 
     assert [output.num_cached_tokens for output in outputs] == [len(one) - 1 for one in FOR_OTHERS]
 
 
+@pytest.mark.slow
 def test_the_connector_is_registered_when_vllm_first_looks_for_it() -> None:
     """Its factory takes a second to import, which register() does not spend."""
     script = """

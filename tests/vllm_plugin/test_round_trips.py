@@ -78,6 +78,7 @@ def test_blocks_of_32_to_larger_ones(
     same_keys_and_values(llama, PROMPTS[-1:], tmp_path)  # each was the first of its call
 
 
+@pytest.mark.slow
 def test_bfloat16_and_from_there_to_other_dtypes(
     engines: EngineProcess, stock: Stock, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_bfloat16_and_from_there_to_other_dtypes(
 # ---- caches of other models ----
 
 
+@pytest.mark.slow
 def test_latents(deepseek: Path, engines: EngineProcess, tmp_path: Path) -> None:
     """One latent per token, whatever the number of KV heads in the config. The second engine takes
     the first one's answers over in their middle: both compute the rest token by token, from the
