@@ -152,6 +152,9 @@ class WholeEngine(Engine, Protocol):
     def sleep(self) -> None:
         """Sleeps and wakes up."""
 
+    def scribble(self) -> None:
+        """Fills all blocks, which no request holds, with bytes that are no numbers."""
+
     def lose(self, folder: str) -> None:
         """Deletes all files of a folder between the next lookup that hits and its load."""
 

@@ -22,6 +22,13 @@ def numbers(store: Path) -> list[Path]:
     return [path for path in files(store) if path.stat().st_size >= 4096]
 
 
+def delete_half(store: Path, chance: random.Random) -> None:
+    """Each file is gone with a chance of one half."""
+    for path in files(store):
+        if chance.random() < 0.5:
+            path.unlink()
+
+
 def flip(path: Path, chance: random.Random) -> None:
     """One bit, in the second half of the file, where numbers are."""
     with path.open("r+b") as file:

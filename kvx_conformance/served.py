@@ -96,6 +96,9 @@ class Served:
     def sleep(self) -> None:
         self._call("sleep")
 
+    def scribble(self) -> None:
+        self._call("scribble")
+
     def lose(self, folder: Path) -> None:
         self._call("lose", str(folder))
 

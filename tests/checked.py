@@ -41,6 +41,8 @@ DECIDES = (
         )
     ),
 )
+# It touches no cache: each build compiles it, and the tests that call it always run.
+APART = "csrc/python"
 # Of the processor: what csrc chooses kernels by.
 FEATURES = ("avx2", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16", "amx_tile")
 
@@ -50,9 +52,10 @@ def digest() -> str:
     found = hashlib.sha256()
     for pattern in DECIDES:
         for path in sorted(ROOT.glob(pattern)):
-            if not path.is_file() or "__pycache__" in path.parts:
+            name = path.relative_to(ROOT).as_posix()
+            if not path.is_file() or "__pycache__" in path.parts or name.startswith(APART):
                 continue
-            found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+            found.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     for compiler in (CXX, "nvcc"):
         found.update(_version(compiler).encode())
     return f"{found.hexdigest()} {' '.join(_features())}".strip()

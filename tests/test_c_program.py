@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 import sysconfig
@@ -118,6 +119,15 @@ def test_wheel_is_for_every_python(wheel: Path, installed: Path) -> None:
         "kvx_core/libkvx.so",
         "kvx_core/libkvx_python.so",
     }
+
+
+def test_wheel_is_for_many_linuxes(installed: Path) -> None:
+    """Its library for Python; test_wheel.py asks of all of it when csrc has changed."""
+    library = (installed / "kvx_core/libkvx_python.so").read_bytes()
+    asked = {tuple(map(int, one)) for one in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
+    glibc = tuple(map(int, platform.libc_ver()[1].split(".")))
+    assert asked
+    assert glibc > (2, 36) or max(asked) <= (2, 34)  # a newer glibc may ask for itself
 
 
 def test_wheel_imports_outside_the_source_tree(installed: Path, tmp_path: Path) -> None:

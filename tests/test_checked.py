@@ -45,6 +45,9 @@ def test_the_digest_is_of_sources_compilers_and_processor(
     monkeypatch.setattr(checked, "FEATURES", ("fpu",))
     digests.append(checked.digest())
     assert len(set(digests)) == len(digests)
+    (tmp_path / checked.APART).mkdir()
+    (tmp_path / checked.APART / "calls.cc").write_text("int three;")
+    assert checked.digest() == digests[-1]
 
 
 @pytest.mark.slow

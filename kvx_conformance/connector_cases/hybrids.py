@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 from dataclasses import replace
 
 from kvx_conformance.case import Wrong, case
 from kvx_conformance.connector import Request, Setup
-from kvx_conformance.connector_probe import Probe, prompts, some_are_reused
+from kvx_conformance.connector_probe import SEEDS, Probe, prompts, some_are_reused
+from kvx_conformance.damage import delete_half
 
 _SECONDS = 300.0
 _HYBRIDS = (
@@ -16,16 +19,20 @@ _HYBRIDS = (
 _LENGTHS = (96, 128, 201, 300)  # ends of blocks, and inside of them
 
 
+def _stored_and_longer() -> tuple[list[Request], list[Request]]:
+    """Prompts of some lengths, and prompts that go on behind them."""
+    stored = [prompts(1, length, seed=length)[0] for length in _LENGTHS]
+    new = prompts(len(stored), 40, seed=50)
+    both = zip(stored, new, strict=True)
+    return stored, [Request(one.tokens + more.tokens) for one, more in both]
+
+
 @case("vLLM: what a load within a step writes is overwritten at a block's end", seconds=_SECONDS)
 def prompts_that_go_on(probe: Probe) -> None:
     """Prompts that go on behind stored ones, wherever these end in a block, are answered right and
     reuse them, in engines of other block sizes too.
     """
-    stored = [prompts(1, length, seed=length)[0] for length in _LENGTHS]
-    longer = [
-        Request(one.tokens + more.tokens)
-        for one, more in zip(stored, prompts(len(stored), 40, seed=50), strict=True)
-    ]
+    stored, longer = _stored_and_longer()
     for setup in _HYBRIDS:
         store = probe.folder()
         probe.write(store, stored, setup)
@@ -89,3 +96,48 @@ def gone_between_lookup_and_load(probe: Probe) -> None:
         with probe.engine(setup, store) as engine:
             engine.lose(store)
             probe.check(engine.ask(longer), longer, setup)
+
+
+@case(
+    "vLLM: a load beside steps leaves the rest of a block as other groups had it", seconds=_SECONDS
+)
+def a_pool_that_was_used(probe: Probe) -> None:
+    """Prompts are loaded into blocks that hold bytes which are no numbers, and answered right."""
+    stored, longer = _stored_and_longer()
+    for setup in _HYBRIDS:
+        store = probe.folder()
+        probe.write(store, stored, setup)
+        with probe.engine(setup, store) as engine:
+            engine.scribble()
+            answers = engine.ask(longer)
+            probe.check(answers, longer, setup)
+            some_are_reused(answers, "what they begin with is stored")
+
+
+@case("keys and values alone are no hit, and neither is a state alone", seconds=_SECONDS)
+def one_half_that_is_gone(probe: Probe) -> None:
+    """Prompts are answered right where half of all files are gone, any of them, for three seeds."""
+    stored, longer = _stored_and_longer()
+    for setup in _HYBRIDS:
+        filled = probe.folder()
+        probe.write(filled, stored, setup)
+        for seed in SEEDS:
+            store = probe.folder() / "store"
+            shutil.copytree(filled, store)
+            delete_half(store, random.Random(seed))
+            probe.read(store, longer, setup)
+
+
+@case(
+    "Q, K and V, or x, B and C, are split one by one; equal slices of all are wrong",
+    seconds=_SECONDS,
+)
+def ranks_that_share(probe: Probe) -> None:
+    """Two ranks go on behind what one has stored, and one behind what two have."""
+    stored, longer = _stored_and_longer()
+    for setup in _HYBRIDS:
+        for writers, readers in ((1, 2), (2, 1)):
+            store = probe.folder()
+            probe.write(store, stored, replace(setup, ranks=writers))
+            answers = probe.read(store, longer, replace(setup, ranks=readers))
+            some_are_reused(answers, "what they begin with is stored")

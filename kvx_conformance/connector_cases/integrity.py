@@ -15,6 +15,7 @@ from kvx_conformance.damage import (
     Act,
     cut,
     delete,
+    delete_half,
     files,
     flip,
     flip_many,
@@ -154,17 +155,12 @@ def files_of_another_model(probe: Probe) -> None:
 def files_that_are_gone(probe: Probe) -> None:
     """Each second file, then all files, and then the folders too, are gone."""
 
-    def second(store: Path, chance: random.Random) -> None:
-        for path in files(store):
-            if chance.random() < 0.5:
-                path.unlink()
-
     def folders(store: Path, chance: random.Random) -> None:
         for path in store.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
 
-    _check(probe, second)
+    _check(probe, delete_half)
     _check(probe, _each(delete))
     _check(probe, folders)
 

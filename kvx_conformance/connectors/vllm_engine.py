@@ -40,16 +40,18 @@ def spare_repetitions() -> None:
 def fork_processes() -> None:
     """Called before an engine on CPU with processes of its own starts: they are forked from this.
 
-    vLLM on CPU starts interpreters instead, and each takes ten seconds to import vLLM. This process
-    has no threads of OpenMP, which a fork would lose: OMP_NUM_THREADS is 1. On other devices vLLM
-    chooses.
+    vLLM on CPU starts interpreters instead, and each takes ten seconds to import vLLM. A fork loses
+    the threads of OpenMP, and waits for them for ever: torch uses none, whoever imported it before
+    OMP_NUM_THREADS was set. On other devices vLLM chooses.
     """
+    import torch
     from vllm.platforms import current_platform
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
     if not current_platform.is_cpu():
         return
+    torch.set_num_threads(1)
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
@@ -133,6 +135,17 @@ class VllmEngine:
     def sleep(self) -> None:
         self._llm.sleep(level=1)
         self._llm.wake_up()
+
+    def scribble(self) -> None:
+        if self._setup.ranks > 1:
+            raise NotApplicable("the cache is in other processes")
+        self.forget()
+        executor = self._llm.llm_engine.engine_core.engine_core.model_executor
+        config = executor.vllm_config.compilation_config
+        for layer in config.static_forward_context.values():
+            caches = getattr(layer, "kv_cache", ())
+            for cache in caches if isinstance(caches, (tuple, list)) else (caches,):
+                cache[1:].fill_(float("nan"))  # requests that have no block read block 0
 
     def lose(self, folder: str) -> None:
         connector = scheduler_of(self._llm).connector

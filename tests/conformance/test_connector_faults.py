@@ -26,9 +26,12 @@ FAULTS = [
         "kvx_conformance.connectors.vllm_files:Connector",
     ),
     ("hybrids.a_conversation_goes_on", f"{_HYBRID}:CountsAStateShort"),
+    ("hybrids.a_pool_that_was_used", f"{_HYBRID}:LeavesTheRestOfABlock"),
     ("hybrids.gone_between_lookup_and_load", f"{_HYBRID}:TakesFailedLoadsForGood"),
+    ("hybrids.one_half_that_is_gone", f"{_HYBRID}:AsksForNoStates"),
     ("hybrids.prompts_that_go_on", f"{_HYBRID}:CountsAStateShort"),
     ("hybrids.prompts_that_part", f"{_HYBRID}:CountsAStateShort"),
+    ("hybrids.ranks_that_share", f"{_HYBRID}:TakesTheOthersSlice"),
     ("hybrids.the_same_prompt_twice", f"{_HYBRID}:CountsAStateShort"),
     ("schedules.aborted_requests", f"{_FAULTY}:SavesWhatWasNotComputed"),
     ("schedules.blocks_are_given_back", f"{_FAULTY}:NeverLetsGo"),
@@ -40,7 +43,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("case", "fault"), FAULTS)
 def test_a_fault_is_found(case: str, fault: str) -> None:
-    cases = [replace(CASES[case], seconds=25)]
+    seconds = 120 if case == "hybrids.ranks_that_share" else 25  # of processes that start
+    cases = [replace(CASES[case], seconds=seconds)]
     (result,) = runner.run("connector", fault, cases)
     assert result.outcome not in {*GOOD, Outcome.REFUSED}, result.why
 

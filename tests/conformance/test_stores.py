@@ -40,6 +40,7 @@ def test_a_sound_store_fails_no_case(subject: str) -> None:
     # The others need what this engine has not: a scheduler, a second store, threads.
     assert {*CASES} - {*passed} == {
         "faults.a_disk_that_does_not_answer",
+        "hybrids.a_pool_that_was_used",
         "schedules.a_second_connector_that_fails_poisons_nothing",
         "schedules.aborted_requests",
         "schedules.blocks_are_given_back",

@@ -175,6 +175,37 @@ def written(
 # ---- bytes ----
 
 
+def test_marks_that_are_published_together() -> None:
+    """They are those of entries that are published one after another, with one call of the store
+    where the first rungs are free.
+    """
+    ways = [prompt(range(20)), prompt(7, range(40)), prompt(range(3, 30)), prompt(9, range(50))]
+    other = key_of(SPACE, prompt(range(CHUNK)))
+    parents = [SPACE, SPACE, other, other]
+    together, alone = Node(), Node()
+    entries = [Mark(parent, ids) for parent, ids in zip(parents, ways, strict=True)]
+    for own in entries:
+        for node in (together, alone):
+            node.blobs.put(entry_name(SPACE, own.key, KIND), nothing)
+            node.blobs.put(entry_name(SPACE, own.key, OTHER_KIND), nothing)
+    found = together.marks.publish_all(SPACE, entries, CHUNK)
+    assert found == [alone.marks.publish(SPACE, own.parent, own.ids, CHUNK) for own in entries]
+    assert isinstance(together.blobs, InMemory) and isinstance(alone.blobs, InMemory)
+    assert together.blobs.files == alone.blobs.files
+    assert len([name for name in alone.blobs.files if name.endswith(".mark")]) == len(entries)
+
+
+def test_marks_of_other_writers_are_not_replaced_together() -> None:
+    writer = Node()
+    reader = Node(writer.blobs)
+    first, second = prompt(range(40)), prompt(3, range(1, 40))
+    writer.save(first)
+    reader.store(second)
+    assert reader.marks.publish_all(SPACE, [Mark(SPACE, second)], CHUNK) == [None]
+    assert writer.held() == [(0, 40), (CHUNK // 8, 40)]
+    assert reader.marks.publish_all(SPACE, [], CHUNK) == []
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 16, 17, CHUNK])
 def test_bytes(way: str, count: int) -> None:
