@@ -190,7 +190,8 @@ def test_marks_that_are_published_together() -> None:
             node.blobs.put(entry_name(SPACE, own.key, OTHER_KIND), nothing)
     found = together.marks.publish_all(SPACE, entries, CHUNK)
     assert found == [alone.marks.publish(SPACE, own.parent, own.ids, CHUNK) for own in entries]
-    assert isinstance(together.blobs, InMemory) and isinstance(alone.blobs, InMemory)
+    assert isinstance(together.blobs, InMemory)
+    assert isinstance(alone.blobs, InMemory)
     assert together.blobs.files == alone.blobs.files
     assert len([name for name in alone.blobs.files if name.endswith(".mark")]) == len(entries)
 
