@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvx_core
-from kvx_adapters.cli import store, store_copies
+from kvx_adapters.cli import store, store_copies, store_explain
 
 app = typer.Typer(
     help="KVX: one description and one copy engine for paged KV caches.",
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 store_copies.add_to(store.app)
+store_explain.add_to(store.app)
 app.add_typer(store.app, name="store")
 
 

@@ -152,6 +152,8 @@ class NewFiles:
         finally:
             for folder in unsynced:
                 close(folder)
+        if not is_new:
+            self.is_there(place, written.name)  # raises if it is no file
         return is_new
 
     def put_together(
@@ -183,11 +185,11 @@ class NewFiles:
             put = dict[int, int | OSError | None]()
             named = self._name_all(place, tuple(written.values()))
             for (i, one), is_new in zip(written.items(), named, strict=True):
-                if is_new is None:
-                    with suppress(OSError):
+                with suppress(OSError, StoreError):
+                    if is_new is None:
                         is_new = self._name(place.root, one, _nothing)
-                if is_new is not None:
-                    put[i] = one.num_bytes if is_new else None
+                    if is_new or self.is_there(place, one.name):
+                        put[i] = one.num_bytes if is_new else None
             try:
                 if durable:
                     sync_file_system(place.root)

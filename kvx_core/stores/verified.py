@@ -31,7 +31,7 @@ def check_file(store: StoreReader, space: Space, file: StoredFile) -> None:
     elif is_mark(file.name):
         chunk_tokens = store.config.chunk_tokens
         raw = store.read(file.name, most_bytes(chunk_tokens))
-        parse_mark(raw, file.name, _as_it_is(store.secrets, raw, file.name), chunk_tokens)
+        parse_mark(raw, file.name, secrets_of_mark(store.secrets, raw, file.name), chunk_tokens)
     elif file.name.endswith(".mac"):
         raw = store.read(file.name, _MAC_BYTES)
         if len(raw) != _MAC_BYTES or raw.strip(b"0123456789abcdef"):
@@ -57,7 +57,7 @@ def _check_entry(store: StoreReader, space: Space, file: StoredFile) -> None:
             chunk.read([layer])
 
 
-def _as_it_is(secrets: Secrets, raw: bytes, name: str) -> Secrets:
+def secrets_of_mark(secrets: Secrets, raw: bytes, name: str) -> Secrets:
     """Returns the secrets that a mark's flags ask for. Raises StoreError if they are missing."""
     flags = int.from_bytes(raw[8:12], "little")
     return with_keys(secrets, bool(flags & 1), bool(flags & 2), name)

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner, Result
 
 from kvx_adapters.cli.commands import app
@@ -121,3 +124,11 @@ def two_models(path: Path) -> Path:
     save(prefix_store(path, salt="tenant"), 3)
     save(prefix_store(path, "b"), 4)
     return path
+
+
+def save_tokenizer(path: Path) -> None:
+    """A tokenizer.json of two words."""
+    words = WordLevel({"one": 1, "two": 2, "?": 0}, unk_token="?")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(path))

@@ -18,7 +18,7 @@ from kvx_core.connector.settings import Scoped, StoreSettings
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory
 from kvx_core.stores.inventory import num_bytes_of
-from tests.cli.stores import kvx, two_models
+from tests.cli.stores import kvx, save_tokenizer, two_models
 from tests.documents import Document
 from tests.native import ROOT
 
@@ -160,13 +160,19 @@ def test_the_commands_of_the_document(path: Path) -> None:
         if line.strip().startswith("kvx store")
     ]
     assert {words[2] for words in commands} == {
-        *("ls", "stat", "verify", "trim", "rm", "export", "import")
+        *("ls", "stat", "verify", "trim", "rm", "export", "import", "explain")
     }
+    beside = path.parent
+    (beside / "ids.json").write_text("[1, 2, 3]")
+    (beside / "prompt.txt").write_text("two one two")
+    save_tokenizer(beside / "tokenizer.json")
+    there = {"ids.json": beside / "ids.json", "prompt.txt": beside / "prompt.txt"}
+    there |= {"/srv/export": beside / "export", "/srv/model": beside}
+    models = dict.fromkeys(("3f1c", "4fc31527a63b"), "aaaa")  # one that is there
     for words in commands:
         assert words[3] == "/srv/kvx", words
-        given = [word.strip("'").replace("/srv/export", f"{path}/../export") for word in words[4:]]
-        given = ["aaaa" if word == "3f1c" else word for word in given]  # a model that is there
-        kvx(words[2], path, *given)
+        given = [word.strip("'") for word in words[4:]]
+        kvx(words[2], path, *((models | there).get(word, word) for word in given))
 
 
 def test_the_arithmetic_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,8 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "": (1, ("tests/pages/test_snippets.py",)),
         "python": (1, ("tests/cli/test_store_settings.py",)),
         "yaml": (3, ("tests/cli/test_store_settings.py",)),
-        "bash": (3, ("tests/cli/test_store_settings.py",)),
+        "bash": (4, ("tests/cli/test_store_settings.py", "tests/cli/test_store_explain.py")),
+        "text": (1, ("tests/cli/test_store_explain.py",)),
     },
     "docs/own_engine.md": {"text": (1, ("tests/pages/test_how_to.py",))},
     "docs/plans.md": {

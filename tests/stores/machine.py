@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvx_core import (
+    BlobStore,
     BlockTable,
     CacheDesc,
     CacheView,
@@ -25,7 +26,6 @@ from kvx_core import (
 from kvx_core.snapshot import Precision
 from kvx_core.stores.match import Match
 from tests.snapshot.sections import FACTS
-from tests.stores_memory import InMemory
 
 # Layer 0 is attention, 1 has states alone, 2 a sliding window, 3 attention and a state. Ranks split
 # 2 KV heads and 4 heads of states; CONV is whole on every rank.
@@ -127,7 +127,7 @@ class Machine:
             assert torch.equal(one, two)
 
 
-def store_of(blobs: InMemory, chunk: int = 16, **options: Any) -> PrefixStore:
+def store_of(blobs: BlobStore, chunk: int = 16, **options: Any) -> PrefixStore:
     usual: dict[str, Any] = {
         "fingerprint": "abc",
         "num_layers": 4,
