@@ -143,6 +143,10 @@ def _ids(tokens: str, tokenizer: Path | None) -> Ids:
         text = sys.stdin.read() if tokens == "-" else Path(tokens).read_text()
     except UnicodeDecodeError:
         raise InvalidArgumentError(f"TOKENS is {tokens}, a file of bytes, expected text") from None
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"TOKENS is {tokens[:200]}, expected a file, or - for the input: {error.strerror}"
+        ) from None
     if tokenizer is not None:
         found = _encoded(text, tokenizer)
     else:
