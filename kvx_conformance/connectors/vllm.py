@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,9 +86,13 @@ class VllmConnector:
     def start(self, setup: Setup, store: Path | None, work: Path) -> VllmEngine:
         self.import_ahead()
         _check(setup)
+        import torch
         from vllm import LLM, envs
         from vllm.config import KVTransferConfig
 
+        # A subject's module may have imported torch before the environment was set.
+        with suppress(ValueError):
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         spare_repetitions()
         fork_processes()
         model = Model(setup.family, setup.weights, setup.epsilon)

@@ -41,17 +41,15 @@ def fork_processes() -> None:
     """Called before an engine on CPU with processes of its own starts: they are forked from this.
 
     vLLM on CPU starts interpreters instead, and each takes ten seconds to import vLLM. A fork loses
-    the threads of OpenMP, and waits for them for ever: torch uses none, whoever imported it before
-    OMP_NUM_THREADS was set. On other devices vLLM chooses.
+    the threads of OpenMP and waits for them for ever, so this process must have computed with one
+    thread alone. On other devices vLLM chooses.
     """
-    import torch
     from vllm.platforms import current_platform
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
     if not current_platform.is_cpu():
         return
-    torch.set_num_threads(1)
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 

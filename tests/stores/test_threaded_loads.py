@@ -21,8 +21,7 @@ import pytest
 from kvx_core import Directory, PrefixStore, StoreError
 from kvx_core._c.os_files import OpenFile
 from kvx_core.snapshot import threaded
-from kvx_core.stores import blobs as blobs_module
-from kvx_core.stores import loads
+from kvx_core.stores import loads, new_files
 from kvx_core.stores.loads import Progress
 from kvx_core.stores.match import Match
 from tests.stores.engine import HEADS, LAYERS, Engine, ranks, save, store_in
@@ -39,7 +38,7 @@ def files_together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     together: int = request.param
     monkeypatch.setattr(threaded, "_num_threads", lambda: 4)
     monkeypatch.setattr(threaded, "_LEAST_BYTES", 0)
-    for module in (loads, blobs_module):
+    for module in (loads, new_files):
         monkeypatch.setattr(module, "_LARGE", 0)
     monkeypatch.setattr(loads, "_TOGETHER", together * FILE_BYTES + 4096)
     return together
