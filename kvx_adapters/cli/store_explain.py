@@ -36,6 +36,8 @@ _SHOWN = 12  # digits of hashes
 _MOST_NEAR = 5  # other spaces that are shown
 _MOST_FACTS = 12  # differences of a space that are shown
 _MOST_TOKENS = 1 << 24
+_MOST_WORDS = 60  # characters of a text that is as long as a file says
+_MOST_SHOWN = 20  # spaces that are asked
 
 
 def _explain(
@@ -87,8 +89,11 @@ def _explain(
             f"The store has {what}: no engine has stored a prompt of this model, epoch and salt, "
             "or all of it was evicted. `kvx store ls` lists what is there"
         )
-    for one in asked:
+    shown = [one for one in asked if one.usable or one.windowed[1]][:_MOST_SHOWN] or asked[:1]
+    for one in shown:
         _print(one, len(ids))
+    if len(asked) > len(shown):
+        print(f"{len(asked) - len(shown):,} other models, epochs and salts have no more of it.")
     for one in near:
         print()
         _print(one, len(ids))
@@ -106,7 +111,9 @@ def add_to(app: typer.Typer) -> None:
 def _print(one: Walk, num_tokens: int) -> None:
     space = one.space
     salt = f", salt {space.record.salt[:_SHOWN]}" if space.record and space.record.salt else ""
-    epoch = f", epoch {space.record.epoch}" if space.record and space.record.epoch else ""
+    epoch = (
+        f", epoch {space.record.epoch[:_MOST_WORDS]}" if space.record and space.record.epoch else ""
+    )
     name = space.record.fingerprint[:_SHOWN] if space.record else "?"
     print(printable(f"Model {name}{salt}{epoch}: {one.usable:,} of {num_tokens:,} tokens"))
     if one.files:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -186,14 +188,16 @@ class _Here:
 
     def states(self, ids: Ids, nodes: list[str], most: int) -> int:
         """Returns the longest prefix of at most so many tokens that has states; 0: none has."""
-        step = self._found.config.chunk_tokens
-        for count in range(most, 0, -1):
-            first = (count - 1) // step
-            key = key_of(nodes[first], ids[first * step : count])
-            held = self.held(key, states=True)
-            if held.files and not held.absent:
-                return count
-        return 0
+        step, best = self._found.config.chunk_tokens, 0
+        for first in range(0, most, step):
+            digest = hashlib.sha256(bytes.fromhex(nodes[first // step]))
+            for count in range(first + 1, min(first + step, most) + 1):
+                digest.update(ids[count - 1 : count].data)
+                key = digest.hexdigest()
+                if key in self._with_states:
+                    held = self.held(key, states=True)
+                    best = count if held.files and not held.absent else best
+        return best
 
 
 def differences(one: Space, other: Space) -> list[tuple[str, str, str]]:
@@ -206,14 +210,15 @@ def differences(one: Space, other: Space) -> list[tuple[str, str, str]]:
         for name in ("epoch", "lossy", "kv_heads", "state_heads")
     ]
     found.append(("salt", mine.salt[:_SHOWN] or "none", its.salt[:_SHOWN] or "none"))
+    found.append(("model", mine.fingerprint[:_SHOWN], its.fingerprint[:_SHOWN]))
     if one.model and other.model:
-        models = dict(_flat(one.model)), dict(_flat(other.model))
-        for name in sorted(models[0].keys() | models[1].keys()):
-            values = [str(model.get(name, "none")) for model in models]
-            found.append((f"model {name}", values[0], values[1]))
-    else:
-        found.append(("model", mine.fingerprint[:_SHOWN], its.fingerprint[:_SHOWN]))
-    return [(name, here, there) for name, here, there in found if here != there]
+        with suppress(RecursionError):  # a record may be nested deeply
+            here, there = dict(_flat(one.model)), dict(_flat(other.model))
+            found[-1:] = [
+                (f"model {n[:_MOST_WORDS]}", str(here.get(n, "none")), str(there.get(n, "none")))
+                for n in sorted(here.keys() | there.keys())
+            ]
+    return [fact for fact in found if fact[1] != fact[2]]
 
 
 def _flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:

@@ -151,6 +151,8 @@ class Directory(BlobStore):
         alone. Several threads write large files. Files get their names in the order of `files`.
         """
         done: dict[int, Put] = {}
+        if not files:
+            return []
         with suppress(OSError, StoreError), self._new.place() as place:
             if not durable or (len(files) >= _FEW and syncs_together(place.root)):
                 for name, _ in files:

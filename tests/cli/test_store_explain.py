@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvx_adapters.cli.store_walk import differences
 from kvx_core import ModelRecord
 from kvx_core.model.rope import standard_rope
 from kvx_core.stores import Directory
 from kvx_core.stores.names import key_of
+from kvx_core.stores.space import SpaceRecord
+from kvx_core.stores.stored_space import Space
 from tests.cli.stores import (
     CHUNK,
     KEY,
@@ -248,3 +251,23 @@ def test_a_shorter_entry_in_place_of_an_incomplete_one(tmp_path: Path) -> None:
     tokens, why = one(path, prompt)
     assert tokens == store.lookup(prompt).num_tokens == 70
     assert why
+
+
+def test_many_salts(tmp_path: Path) -> None:
+    """Those that have nothing of a prompt are counted, not shown."""
+    path = tmp_path / "store"
+    for i in range(5):
+        save(prefix_store(path, salt=f"tenant {i}"), i, 16)
+    explained(path, prompt_of(3, 16))
+    lines = kvx("explain", path, path.with_name("ids.json")).stdout.splitlines()
+    assert len([line for line in lines if line.startswith("Model ")]) == 1
+    assert lines[-1] == "4 other models, epochs and salts have no more of it."
+
+
+def test_a_record_of_a_model_that_is_nested_deeply() -> None:
+    """As a stranger may have written it: the fingerprints are what differs."""
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    ends = [Space(name, SpaceRecord(name * 64, (1,)), model=deep | {"b": 1}) for name in "ab"]
+    assert differences(*ends) == [("model", "a" * 12, "b" * 12)]
