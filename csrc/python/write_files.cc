@@ -102,7 +102,7 @@ bool is_there(int root, const char *path) {
 Written written(int folder, int root, mode_t mode, NewFile *file) {
   if (is_there(root, file->path)) return {-EEXIST};
   const int handle = openat(folder, file->name, kNewFlags, mode);
-  if (handle < 0) return {-errno};
+  if (handle < 0) return {errno == EEXIST ? -EAGAIN : -errno};
   int error = make_own(handle, mode);
   if (!error) error = write_all(handle, file->parts.parts.get(), file->parts.num);
   struct stat status;

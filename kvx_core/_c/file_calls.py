@@ -46,8 +46,8 @@ def write_files() -> Callable[..., bytes]:
     folder, root: handles; names, contents, paths: tuples, of bytes but for the contents
     paths: below the root, that the files are for: no file is made for one that exists
     files: two int64 for each file: its handle, and its bytes on the disk. Minus an errno in place
-           of the handle: there is no such file. EEXIST: its path exists; EAGAIN: another process
-           took the file for abandoned before it was locked; try another name
+           of the handle: there is no such file. EEXIST: its path exists; EAGAIN: its name was
+           there, or another process took it for abandoned before it was locked; try another name
     """
     make = library().kvx_python_write_files
     make.argtypes, make.restype = (), py_object
