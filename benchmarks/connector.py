@@ -31,7 +31,7 @@ from kvx_core import CacheDesc, CacheFacts, CacheView, Directory, Layout, Prefix
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import Precision, Section
 from kvx_core.stores import pace

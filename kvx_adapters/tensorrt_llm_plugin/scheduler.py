@@ -29,7 +29,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.connector.threads import Workers
 from kvx_core.snapshot import Section, StoreError
 from kvx_core.stores.loads import Progress

@@ -30,7 +30,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.counts import Counts
 from kvx_core.connector.plan import BlockIds
 from kvx_core.connector.saver import Saver
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.snapshot import Section, StorageFormat
 from kvx_core.stores.dry_run import never_found
 

@@ -26,7 +26,7 @@ WALKED = (
 
 DO_NOT_MATTER: dict[str, dict[str, str]] = {
     "VllmConfig": {
-        "requests with LoRA are neither stored nor loaded, and others are as without it": (
+        "requests with LoRA have it in the name of their adapter, and others are as without it": (
             "lora_config"
         ),
         "drafts propose tokens, and the model itself computes those that are accepted; layers of a "

@@ -46,6 +46,7 @@ from kvx_adapters.vllm_plugin.windows import reach_of, window_of
 from kvx_adapters.vllm_plugin.witnesses import weights_of
 from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
+from kvx_core.connector.adapters import LoadedAdapters
 from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
@@ -153,6 +154,8 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             offered=self._states.offered if self._states else None,
             others_fill=not is_alone(transfer),
             epochs=epochs,
+            adapters=LoadedAdapters(config.parallel_config.world_size),
+            adapted=stores.adapted if isinstance(stores, Stores) else None,
             block_size=self._vllm_config.cache_config.block_size,
         )
 

@@ -7,7 +7,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.version import __version__ as vllm_version
@@ -17,6 +17,8 @@ from kvx_adapters.vllm_plugin.settings import Settings
 from kvx_core import KvxError, ModelRecord, UnsupportedError, model_files_digest
 from kvx_core.connector.local_model import local_model
 from kvx_core.connector.weights import Files
+from kvx_core.model.adapter_files import adapter_files_digest, adapter_files_state
+from kvx_core.model.config_values import changed, values
 from kvx_core.model.files import model_config_digest
 from kvx_core.model.tensor_digests import tensor_types
 
@@ -50,6 +52,54 @@ def _files(vllm_config: Any, *, sample: bool) -> str:
     return f"{found} by {load.load_format}" if _depends_on_format(directory, load) else found
 
 
+def adapter_settings(vllm_config: Any) -> str:
+    """Returns the settings with which vLLM applies LoRA adapters, "" if they are the default."""
+    config = vllm_config.lora_config
+    names = [name for name in values(config) if name not in _LORA_IGNORED]
+    found = changed(config, names)
+    if config.lora_dtype == vllm_config.model_config.dtype:
+        found.pop("lora_dtype", None)
+    return f"vllm {vllm_version} {json.dumps(found, sort_keys=True)}" if found else ""
+
+
+class AdapterFiles(NamedTuple):
+    """The files that vLLM has loaded a LoRA adapter from."""
+
+    path: str  # as the request has it
+    directory: str
+    state: object  # adapter_files_state of that time
+    settings: str  # with which vLLM applies it, if they are not the default
+
+    def are_unchanged(self) -> bool:
+        """True if the files are those of that time."""
+        with suppress(KvxError, OSError):
+            return adapter_files_state(self.directory) == self.state
+        return False
+
+    def name(self) -> str | None:
+        """Returns the name of the adapter; None: the files have changed.
+
+        Raises InvalidArgumentError, OSError.
+        """
+        digest = adapter_files_digest(self.directory, progress=_log)
+        if not self.are_unchanged():
+            return None
+        return f"{digest} in {self.settings}" if self.settings else digest
+
+
+# They choose an adapter, kernels or how much memory there is, or come after the keys and values.
+# Source: vllm 0.32 config/lora.py
+_LORA_IGNORED = (
+    "default_mm_loras",
+    "fully_sharded_loras",
+    "max_cpu_loras",
+    "max_lora_cls_labels",
+    "max_lora_rank",
+    "max_loras",
+    "specialize_active_lora",
+)
+
+
 def files_state(model: str, revision: str | None) -> str:
     """Returns a text that differs if a model's files have changed. Reads no tensors.
 
@@ -70,6 +120,7 @@ class StartFiles:
     def __init__(self, vllm_config: Any, settings: Settings, fingerprint: str) -> None:
         self._config, self._settings, self._fingerprint = vllm_config, settings, fingerprint
         model = vllm_config.model_config
+        self.records: dict[str, ModelRecord] = {}  # of weights from other files, by their name
         self._like: tuple[str, object] | None = None
         is_plain = not (settings.fingerprint or settings.fingerprint_sampling)
         if is_plain and not model.hf_config_path and vllm.loads_files(vllm_config):
@@ -90,10 +141,14 @@ class StartFiles:
         model.model, model.revision = files.model, files.revision
         config = copy.copy(self._config)
         config.model_config = model
-        fingerprint = model_record(config, self._settings).fingerprint
+        record = model_record(config, self._settings)
         if files_state(files.model, files.revision) != files.state:
             return None
-        return "" if fingerprint == self._fingerprint else f"files:{fingerprint}"
+        if record.fingerprint == self._fingerprint:
+            return ""
+        name = f"files:{record.fingerprint}"
+        self.records[name] = record
+        return name
 
 
 def _likeness(directory: Path) -> tuple[str, object]:

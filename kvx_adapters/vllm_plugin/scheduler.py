@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,14 @@ class SchedulerHalf(Policy):
         """
         return None if _more_than_tokens(request) else request.cache_salt or ""
 
+    def adapter_of(self, request: Any) -> tuple[int, Hashable]:
+        """Returns the number of a request's adapter, and what vLLM's prefix cache calls it.
+
+        Source: vllm 0.32 v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys
+        """
+        adapter = request.lora_request
+        return (0, None) if adapter is None else (adapter.lora_int_id, adapter.lora_name)
+
     def num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -49,7 +57,8 @@ class SchedulerHalf(Policy):
 
         None: vLLM asks again in its next step. Source: vllm 0.26 to 0.33 v1/core/sched/scheduler.py
         """
-        count = self.lookup(request, num_computed_tokens, may_load=not _computes_all(request))
+        may_load = not _computes_all(request) and self._has_adapters_files(request)
+        count = self.lookup(request, num_computed_tokens, may_load=may_load)
         return count, self.asynchronous and bool(count)
 
     def blocks_allocated(self, request: Any, block_ids: BlockIds, num_external_tokens: int) -> None:
@@ -103,7 +112,9 @@ class SchedulerHalf(Policy):
     def take_step(self, output: Any) -> StepPlan:
         """Returns the plan of this step, for the workers."""
         plan = self.take_plan(is_idle=not output.num_scheduled_tokens)
-        return StepPlan(plan.saves, plan.loads, plan.is_idle, plan.generation, plan.stamp)
+        return StepPlan(
+            plan.saves, plan.loads, plan.is_idle, plan.generation, plan.stamp, plan.asks
+        )
 
     def has_finished(self, request: Any, block_ids: BlockIds) -> bool:
         """Forgets a request. Returns True if its blocks must stay until they are saved."""
@@ -116,8 +127,9 @@ class SchedulerHalf(Policy):
         return self.handed_over(request.request_id, request.num_computed_tokens)
 
     def take_reports(self, reports: Mapping[int, Report]) -> None:
-        """Takes the reports of ranks about their weights."""
+        """Takes the reports of ranks about their weights and adapters."""
         self.epochs.take(reports)
+        self.adapters.take({rank: report.adapters for rank, report in reports.items()})
 
     def take_unshared(self) -> dict[str, int]:
         """Returns the number of requests that got blocks but are not shared since the last call, by
@@ -138,9 +150,20 @@ class SchedulerHalf(Policy):
         if self._spoilt.computes(request_id, start, stop):
             self.forget(request_id)
 
+    def _has_adapters_files(self, request: Any) -> bool:
+        """True if the files of a request's adapter are those that vLLM has loaded: it may load them
+        again in the step that computes the request.
+        """
+        adapter = request.lora_request
+        if adapter is None or not (found := self.adapters.sources(adapter.lora_int_id)):
+            return True
+        return any(files.path == adapter.lora_path and files.are_unchanged() for files in found)
+
     def _count(self, request: Any) -> None:
         """Counts a request once, for the first reason why it is not shared."""
         reason = _more_than_tokens(request)
+        if reason is None and self.loaded_adapter(request) is None:
+            reason = "lora"
         if reason is None and self.scope_of(request) is None:
             reason = "weights"
         if reason is not None and request.request_id not in self._told:
@@ -167,12 +190,10 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
 
 def _more_than_tokens(request: Any) -> str | None:
     """Returns the reason why a request's keys and values currently depend on more than its token
-    ids and the model's files; None: they do not.
+    ids, its adapter and the model's files; None: they do not.
     """
     if request.mm_features:
         return "images"
-    if request.lora_request is not None:
-        return "lora"
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return "embeddings"
     return "pooling" if request.sampling_params is None else None

@@ -9,7 +9,8 @@ from kvx_adapters.vllm import total_kv_heads
 from kvx_adapters.vllm_plugin.identity import StartFiles, model_record
 from kvx_adapters.vllm_plugin.settings import Settings, precisions
 from kvx_adapters.vllm_plugin.states import States
-from kvx_core.connector.settings import Scoped
+from kvx_core import ModelRecord
+from kvx_core.connector.scoped import Scoped
 from kvx_core.stores.config import MIN_CHUNK_TOKENS
 
 
@@ -51,7 +52,10 @@ class Stores(Scoped):
             if states
             else None,
         )
-        super().__init__(store)
+        super().__init__(store, record)
+
+    def record_of(self, weights: str) -> ModelRecord | None:
+        return self.files.records.get(weights) or super().record_of(weights)
 
     @property
     def said_of_layers(self) -> str:

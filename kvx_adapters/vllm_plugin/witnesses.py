@@ -7,6 +7,7 @@ weights, on their classes, once per process.
     worker     reload_weights, start_weight_update, start_draft_weight_update, update_weights,
                finish_weight_update; sleep and discard if they drop weights
     model      load_weights, called by a user or by a worker's extension
+    adapters   _load_adapter of the manager of LoRA adapters: see kvx_core.connector.adapters
     engine     collective_rpc and apply_model, unless the call is known to write no weights;
                set_weight_version, with which a user names weights
 
@@ -27,9 +28,11 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from kvx_adapters.vllm_plugin.identity import files_state
+from kvx_adapters.vllm_plugin.identity import AdapterFiles, adapter_settings, files_state
+from kvx_core import KvxError
 from kvx_core.connector.watched import Judge, watch
 from kvx_core.connector.weights import AsRanksSay, Files, Unknown, Weights
+from kvx_core.model.adapter_files import adapter_files_state
 
 logger = init_logger("vllm.kvx")
 
@@ -82,6 +85,9 @@ _WORKER_METHODS = (
 # share, also those with a copy of its VllmConfig. An instance_id would not do: vLLM gives an engine
 # a new one while it starts.
 _engines: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
+# The same, and the settings of adapters, by the id() of the LoRAConfig, which the manager of the
+# adapters has.
+_managers: dict[int, tuple[weakref.ref[Weights], str]] = {}
 _in_change: ContextVar[bool] = ContextVar("kvx_in_change", default=False)
 
 
@@ -96,6 +102,8 @@ def weights_of(vllm_config: Any, *, in_worker: bool) -> Weights:
     weights = _engines.get(key)
     if weights is None:
         weights = _engines[key] = Weights()
+    if in_worker and getattr(vllm_config, "lora_config", None) is not None:
+        _watch_adapters(vllm_config, weights)
     return weights
 
 
@@ -119,6 +127,14 @@ def _watch_worker(vllm_config: Any) -> None:
         _wrap(worker, name, functools.partial(_worker_method, name))
     model = get_model_architecture(vllm_config.model_config)[0]
     _wrap(model, "load_weights", _load_weights)
+
+
+def _watch_adapters(vllm_config: Any, weights: Weights) -> None:
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    settings = adapter_settings(vllm_config)
+    _managers[id(vllm_config.lora_config)] = weakref.ref(weights), settings
+    _wrap(LRUCacheWorkerLoRAManager, "_load_adapter", _load_adapter)
 
 
 def _give_up(error: Exception) -> None:
@@ -275,3 +291,44 @@ def _load_weights(model: Any, *arguments: Any, **keywords: Any) -> Iterator[None
         yield
         for weights in _engines.values():
             weights.came_from(Unknown())
+
+
+@contextmanager
+def _load_adapter(manager: Any, request: Any) -> Iterator[None]:
+    """Notes which files an adapter was loaded from. A load that fails leaves the old one in place.
+
+    request: a LoRARequest
+    Source: vllm 0.32 lora/worker_manager.py, LRUCacheWorkerLoRAManager.add_adapter
+    """
+    of_engine, settings = _managers.get(id(manager.lora_config), (lambda: None, ""))
+    weights = of_engine()
+    if weights is None:
+        yield
+        return
+    if getattr(request, "is_3d_lora_weight", False):
+        settings += " is_3d_lora_weight"
+    before = _adapter_files(request, settings)
+    yield
+    source = before if before == _adapter_files(request, settings) else None
+    name = functools.partial(_name_adapter, request, source)
+    weights.adapters.loaded(request.lora_int_id, source, name)
+
+
+def _adapter_files(request: Any, settings: str) -> AdapterFiles | None:
+    """Returns the files of an adapter as they are now; None: there are none."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    with suppress(Exception):
+        directory = get_adapter_absolute_path(request.lora_path)
+        state = adapter_files_state(directory)
+        return AdapterFiles(request.lora_path, directory, state, settings)
+    return None
+
+
+def _name_adapter(request: Any, files: AdapterFiles | None) -> str | None:
+    """Runs in a thread. Returns None if the files have changed since they were loaded."""
+    try:
+        return None if files is None else files.name()
+    except (KvxError, OSError) as error:
+        logger.warning("KVX shares no requests of adapter %s: %s", request.lora_name, error)
+        return None

@@ -25,7 +25,7 @@ from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Section
 
 _IDLE_STEP_SECONDS = 0.01  # the wait for loads in a step without a forward pass
-_CHANGED = "the model's weights have changed since the step was planned"
+_CHANGED = "the model's weights or an adapter have changed since the step was planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class WorkerHalf:
     ) -> None:
         self._weights = weights
         self._seen = 0  # the scheduler's generation of weights, as the last plan had it
+        self._asked = 0  # Plan.asks, as the last plan had it
         self._told = Report(0, 0, False, weights.origin)
         self._boundary, self._held, self._device = boundary, held, device
         self._by_request = by_request
@@ -114,7 +115,7 @@ class WorkerHalf:
         """
         accepts = self._accepts(step)
         for load in step.loads:
-            if not accepts:
+            if not (accepts and self._weights.adapters.has(load.scope.adapter)):
                 self._loader.refuse(load, _CHANGED)
             elif load.wait:
                 self._loader.load(load)
@@ -126,18 +127,32 @@ class WorkerHalf:
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
         """Copies one layer of this step's saves. `save` copies the remaining layers."""
         if self._accepts(step):
-            self._saver.save_layer(step, step.saves, self._layer_of[layer_name])
+            saves = self._parted(step.saves)[0]
+            self._saver.save_layer(step, saves, self._layer_of[layer_name])
 
     def save(self, step: StepPlan) -> None:
         """Copies the tokens of this step's saves. Threads write the files later."""
-        if self._accepts(step):
-            self._saver.save(step, step.saves)
-        else:
-            self._saver.refuse(step.saves, _CHANGED)
+        good, outdated = self._parted(step.saves) if self._accepts(step) else ([], step.saves)
+        if good or not outdated:
+            self._saver.save(step, good)
+        if outdated:
+            self._saver.refuse(outdated, _CHANGED)
 
     def save_now(self, save: Save) -> bool:
         """Stores tokens of a running request before it returns: see Saver.save_now."""
-        return self._saver.save_now(save)
+        if self._weights.adapters.has(save.scope.adapter):
+            return self._saver.save_now(save)
+        self._saver.refuse([save], _CHANGED)
+        return False
+
+    def _parted(self, saves: Sequence[Save]) -> tuple[Sequence[Save], Sequence[Save]]:
+        """Parts saves into those whose adapter is still loaded, and the others."""
+        good: list[Save] = []
+        outdated: list[Save] = []
+        for save in saves:
+            has_it = self._weights.adapters.has(save.scope.adapter)
+            (good if has_it else outdated).append(save)
+        return good, outdated
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Cancels the loads of requests that have ended."""
@@ -182,7 +197,10 @@ class WorkerHalf:
     def take_report(self) -> Report | None:
         """Returns this rank's report about its weights; None: it is the same as the last one."""
         weights = self._weights
-        report = Report(self._seen, weights.generation, weights.is_changing, weights.origin)
+        adapters = weights.adapters.report(self._asked)
+        report = Report(
+            self._seen, weights.generation, weights.is_changing, weights.origin, adapters
+        )
         if report == self._told:
             return None
         self._told = report
@@ -194,6 +212,7 @@ class WorkerHalf:
             weights, stamp = self._weights, step.stamp
             if step.generation != self._seen:
                 self._seen = step.generation
+            self._asked = step.asks
             return (
                 stamp is not None
                 and stamp.ranks == weights.generation
@@ -203,7 +222,7 @@ class WorkerHalf:
         return False
 
     def _era(self) -> object:
-        return self._seen, self._weights.generation
+        return self._seen, self._weights.generation, self._weights.adapters.num_changes
 
     def shutdown(self) -> None:
         """Cancels the loads and waits for those that run, then waits until all files are written:

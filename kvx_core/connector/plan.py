@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvx_core.connector.adapters import NO_ADAPTER, Adapter
 from kvx_core.connector.weights import START, Stamp
 from kvx_core.stores.match import Match
 from kvx_core.stores.prefix import PrefixStore
@@ -18,10 +19,13 @@ RequestId = str | int
 
 
 class Scope(NamedTuple):
-    """Requests of different scopes share no entries, even if their tokens are equal."""
+    """Requests of different scopes share no entries, even if their tokens are equal: only adapters
+    with the same name do.
+    """
 
     salt: str = ""  # of the request
     weights: str = ""  # the name of the weights: see epochs.py
+    adapter: Adapter = NO_ADAPTER  # that is added to the weights
 
 
 class ScopedStores(Protocol):
@@ -75,6 +79,7 @@ class Plan:
     is_idle: bool = False  # the step has no forward pass
     generation: int = 0
     stamp: Stamp | None = START  # None: unknown to the scheduler
+    asks: int = 0  # of LoadedAdapters
 
     def put(self, save: Save) -> None:
         """Adds a save of states. One of its request that ends there too gets its states."""

@@ -8,21 +8,19 @@ its blocks. The engine drops these tokens, and the store must not save them. So 
 the step whose forward pass reads it, or if another connector fills blocks too, a request is saved
 only after the engine has accepted a token of it. Asynchronous loads end before their request runs.
 
-While a request runs, its engine may change the request or the weights. So each method that plans a
-load or a save asks `scope_of` or `salt_of` again what the request's keys depend on.
+Each method that plans a load or a save asks RequestScopes again what the request's keys depend on.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvx_core.connector.boundary import Boundary
-from kvx_core.connector.epochs import FIRST, Epoch, Epochs
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, Save, Scope, ScopedStores
 from kvx_core.connector.requests import Found, Request, Tracked, copied
+from kvx_core.connector.scopes import RequestScopes
 from kvx_core.connector.spread import SaveBudget
 from kvx_core.connector.state_positions import StatePositions
 from kvx_core.stores.index import Index
@@ -34,7 +32,7 @@ _IDLE_STEP_SECONDS = 0.005  # the wait for lookups in a step without a forward p
 
 
 @dataclass(slots=True)
-class Policy:
+class Policy(RequestScopes):
     """Plans saves and loads. The engine computes a request without a plan as if it had no store.
 
     If a method raises, its caller catches the error and calls one of these methods, which never
@@ -54,7 +52,6 @@ class Policy:
     spread: SaveBudget | None = None  # None: a step saves all tokens that it completes
     others_fill: bool = False  # another connector may load into blocks
     states: StatePositions | None = None  # None: where saves end, if sections say they are of there
-    epochs: Epochs = field(default_factory=Epochs)
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, Found] = field(default_factory=dict)
     _chains: dict[RequestId, tuple[Scope, TokenChain]] = field(default_factory=dict)
@@ -62,36 +59,10 @@ class Policy:
     _loading: dict[RequestId, Match] = field(default_factory=dict)  # not reported yet
     _next: Plan = field(default_factory=Plan)
     _index: Index | None = None  # shared by all stores
-    _now: Epoch | None = FIRST  # None: the weights change or have no name
-    _unnamed_since: float = 0.0
-    _unproven: set[RequestId] = field(default_factory=set)  # blocks may be of older weights
 
-    def salt_of(self, request: Request) -> str | None:
-        """Returns a request's current salt; None: its keys and values depend on more than tokens,
-        a salt and the weights. Engines override this method.
-        """
-        return ""
-
-    def scope_of(self, request: Request) -> Scope | None:
-        """Returns what the keys of a request currently depend on besides its tokens; None: the
-        request is neither loaded nor saved.
-        """
-        if self._now is None or request.request_id in self._unproven:
-            return None
-        salt = self.salt_of(request)
-        return None if salt is None else Scope(salt, self._now.name)
-
-    def look_at_weights(self) -> None:
-        """Notices changed weights. An engine calls this before the first `step` of a step; the
-        methods `lookup`, `allocated`, `take_plan`, `finished` and `handed_over` call it themselves.
-        """
-        before, self._now = self._now, self.epochs.current()
-        if self._now is before:
-            return
-        if self._now is None:
-            self._unnamed_since = time.monotonic()
+    def weights_changed(self) -> None:
+        """Drops what the old weights have to do with: lookups, and loads, which fail."""
         self.reset()
-        # Loads of tokens that the old weights computed: they fail.
         self._next.loads = [replace(load, match=NOTHING) for load in self._next.loads]
 
     def lookup(
@@ -102,19 +73,15 @@ class Policy:
         num_computed_tokens: the tokens that the engine has found in its own blocks
         """
         self.look_at_weights()
+        self.look_at_blocks(request, num_computed_tokens)
         request_id = request.request_id
-        if num_computed_tokens and not self.epochs.has_current_blocks():
-            self._unproven.add(request_id)  # older weights may have computed its blocks
-        else:  # the request has no blocks that older weights computed
-            self._unproven.discard(request_id)
         if tracked := self._tracked.get(request_id):
             tracked.computed = 0  # it has lost its blocks
         if not (self.consumes and may_load) or request_id in self._given_up:
             return 0
         scope = self.scope_of(request)
         if scope is None:
-            waits = self._now is None and not self._has_waited_for_weights
-            return None if waits and self.salt_of(request) is not None else 0
+            return None if self.may_get_scope(request, self.lookups.seconds) else 0
         num_tokens = len(request.all_token_ids)
         found = self._lookups.get(request_id)
         if found is None or found.num_tokens != num_tokens or found.scope != scope:
@@ -133,6 +100,7 @@ class Policy:
         An engine may call it a second time, with 0, after an asynchronous load.
         """
         self.look_at_weights()
+        self.note_blocks(request)
         request_id = request.request_id
         found, scope = self._lookups.get(request_id), self.scope_of(request)
         if scope is None or (num_external_tokens and (found is None or found.scope != scope)):
@@ -255,6 +223,7 @@ class Policy:
         plan, self._next = self._next, Plan()
         plan.is_idle, plan.generation = is_idle, self.epochs.generation
         plan.stamp = None if self._now is None else self._now.stamp
+        plan.asks = self.adapters.asks
         if self.spread is not None:
             if is_idle:  # there may be no other step soon
                 plan.saves += self.spread.take_all()
@@ -481,19 +450,6 @@ class Policy:
         """True if found entries are at least as precise as those that a save would write."""
         return self.stores[scope].accept == "same"
 
-    def _is_shared(self, tracked: Tracked) -> bool:
-        """True if the request's salt and the weights are the same as when it got its blocks."""
-        if tracked.epoch is not self._now:
-            return False
-        return (
-            self.salt_of(tracked.request) == tracked.scope.salt
-            and tracked.request.request_id not in self._unproven
-        )
-
     @property
     def _holds(self) -> bool:
         return self.others_fill or (self.consumes and not self.asynchronous)
-
-    @property
-    def _has_waited_for_weights(self) -> bool:
-        return time.monotonic() - self._unnamed_since > self.lookups.seconds

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from kvx_core.connector.plan import Scope
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.model.record import ModelRecord
 from kvx_core.snapshot import (
@@ -26,8 +25,6 @@ from kvx_core.stores.config import MIN_CHUNK_TOKENS, MOST_CHUNK_TOKENS, read_con
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
-
-_MAX_SCOPES = 1024
 
 
 class StoreSettings(BaseModel):
@@ -192,33 +189,3 @@ class StoreSettings(BaseModel):
 def _read_all(paths: Sequence[Path] | None, field: str) -> list[bytes] | None:
     """Reads the keys in files. Raises InvalidArgumentError, whose message names `field`."""
     return None if paths is None else [read_key(path.expanduser(), field) for path in paths]
-
-
-class Scoped:
-    """The stores of a model by scope. Different scopes share no entries."""
-
-    def __init__(self, store: PrefixStore) -> None:
-        self._store = store
-        self._stores: dict[Scope, PrefixStore] = {}
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._store.chunk_tokens
-
-    def __getitem__(self, scope: Scope) -> PrefixStore:
-        store = self._stores.get(scope)
-        if store is None:
-            if len(self._stores) >= _MAX_SCOPES:
-                self._stores.clear()
-            store = self._of_weights(scope.weights).salted(scope.salt)
-            self._stores[scope] = store
-        return store
-
-    def _of_weights(self, name: str) -> PrefixStore:
-        """Returns the store for weights of this name: see connector/epochs.py."""
-        if not name:
-            return self._store
-        kind, _, fingerprint = name.partition(":")
-        if kind == "files":
-            return self._store.of_weights(fingerprint)
-        return self._store.of_weights(self._store.fingerprint, name)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvx_core.connector.adapters import NOTHING_LOADED, AdapterReport, Adapters
+
 
 @dataclass(frozen=True, slots=True)
 class Files:
@@ -44,6 +46,7 @@ class Weights:
     said: tuple[str, int] | None = None  # the user's name, its generation
     is_lost: bool = False  # a change may have been missed: share nothing
     num_resets: int = 0  # how often the engine has dropped its reusable blocks
+    adapters: Adapters = field(default_factory=Adapters)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _depth: int = 0
     _is_held: bool = False
@@ -86,12 +89,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A rank's knowledge of its weights."""
+    """A rank's knowledge of its weights and adapters."""
 
     seen: int  # the scheduler's generation, from the last plan that the rank got
     generation: int
     is_changing: bool
     origin: Origin
+    adapters: AdapterReport = NOTHING_LOADED
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from kvx_core.stores.space import MAX_BYTES, SpaceRecord
 from kvx_core.stores.windows import Windows
 
 _MOST = 256  # kinds in a space
+_MOST_TEXTS = 1024  # of models' records
 _MOST_BYTES = 16 << 20  # of records of kinds in all spaces; parsed, they take ten times as much
 _SHARED_BYTES = 1 << 16  # spaces share parsed records of at most this size
 _REFUSED_SECONDS = 1.0  # before a kind that cannot be taken is read again
@@ -214,11 +215,11 @@ class Spaces:
         demand: Sequence[Precision],
         accept: Accept,
         windows: Windows | None = None,
-        about: bytes = b"",
     ) -> None:
         """Takes the arguments of the same names of Kinds."""
         self._arguments = blobs, secrets, demand, accept
-        self.windows, self._about = windows, about
+        self.windows = windows
+        self._texts: dict[str, bytes] = {}  # of models' records, by fingerprint
         self._known = WeakValueDictionary[str, Kinds]()
 
     def kinds(self, record: SpaceRecord) -> Kinds:
@@ -227,10 +228,17 @@ class Spaces:
         new = Kinds(
             *(blobs, secrets, record, demand, accept),
             has_room=self._has_room,
-            about=self._about,
+            about=self._texts.get(record.fingerprint, b""),
             windows=self.windows,
         )
         return self._known.setdefault(record.name, new)
+
+    def tell(self, fingerprint: str, text: bytes) -> None:
+        """Notes the text of a model's record, for the spaces opened later; b"": it is unknown."""
+        if text:
+            if len(self._texts) >= _MOST_TEXTS:
+                self._texts.clear()
+            self._texts[fingerprint] = text
 
     def _has_room(self, num_bytes: int) -> bool:
         return (

@@ -142,9 +142,10 @@ class PrefixStore:
         of_model = fingerprint, kv_heads, self._record.state_heads, self._planes, self.format
         self._sections = ModelSections(*of_model, self.is_lossy)
         self.windows = Windows.of(windows, num_layers)
-        self._spaces = Spaces(blobs, self._secrets, own, accept, self.windows, about)
-        spaces, index = self._spaces, Index()
-        marks = Marks(blobs, self._secrets, index, spaces.ids, states=spaces.states)
+        self._spaces = Spaces(blobs, self._secrets, own, accept, self.windows)
+        self._spaces.tell(fingerprint, about)
+        index = Index()
+        marks = Marks(blobs, self._secrets, index, self._spaces.ids, states=self._spaces.states)
         self._entries = Entries(blobs, self._secrets, marks, index)
         self._stale_entries = StaleEntries(blobs, marks, index)
         self._kinds = self._spaces.kinds(self._record)
@@ -164,13 +165,13 @@ class PrefixStore:
         instance("salt", salt, str, "a string")
         return self._of_record(self._record.salted(salt))
 
-    def of_weights(self, fingerprint: str, epoch: str = "") -> Self:
+    def of_weights(self, fingerprint: str | ModelRecord, epoch: str = "") -> Self:
         """Returns the same store for the model with other weights, and sequences without a salt.
-
         epoch: names the weights if they are not those of the model's files
         """
-        for name, value in {"fingerprint": fingerprint, "epoch": epoch}.items():
-            instance(name, value, str, "a string")
+        fingerprint, about = arguments.model(fingerprint)
+        instance("epoch", epoch, str, "a string")
+        self._spaces.tell(fingerprint, about)
         record = replace(self._record, fingerprint=fingerprint, epoch=epoch, salt="")
         other = self._of_record(record)
         other._sections = replace(self._sections, fingerprint=fingerprint)

@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from kvx_core.connector.plan import Scope
-from kvx_core.connector.settings import Scoped, StoreSettings
+from kvx_core.connector.scoped import Scoped
+from kvx_core.connector.settings import StoreSettings
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory
 from kvx_core.stores.inventory import num_bytes_of

@@ -11,7 +11,8 @@ import pytest
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.plan import Scope
-from kvx_core.connector.settings import Scoped, StoreSettings
+from kvx_core.connector.scoped import Scoped
+from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.weights import AsRanksSay, Files, Report, Unknown, Weights
 from kvx_core.snapshot import Precision
 

@@ -17,7 +17,7 @@ from kvx_core.connector import lookups
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.stores.pace import Pace
 from kvx_core.stores.walk import Walk
 from tests.connector.serving import Frozen, prompt, store_in

@@ -13,7 +13,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Scope
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.connector.spread import SaveBudget
 from kvx_core.snapshot import Precision
 from tests.connector.random_cache import CHUNK, CONVERSATIONS, Stored

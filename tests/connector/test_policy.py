@@ -15,7 +15,7 @@ from kvx_core.connector.epochs import Epoch, Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.connector.weights import Report, Stamp, Unknown
 from kvx_core.stores import token_chain
 from tests.connector.serving import prompt, store_in

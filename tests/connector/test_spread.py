@@ -11,7 +11,7 @@ from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save
 from kvx_core.connector.policy import Policy
-from kvx_core.connector.settings import Scoped
+from kvx_core.connector.scoped import Scoped
 from kvx_core.connector.spread import SaveBudget
 from tests.connector.serving import Serve, alone, prompt, store_in, written
 from tests.connector.test_lookups import Frozen

@@ -16,7 +16,8 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import BlockIds, Load, Save, Scope
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
-from kvx_core.connector.settings import Scoped, StoreSettings
+from kvx_core.connector.scoped import Scoped
+from kvx_core.connector.settings import StoreSettings
 from kvx_core.stores import PrefixStore
 from kvx_core.stores.blob_store import Write
 from tests.stores.machine import (

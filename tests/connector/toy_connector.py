@@ -15,7 +15,8 @@ from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import BlockIds, Plan
 from kvx_core.connector.policy import Policy
 from kvx_core.connector.saver import Saver
-from kvx_core.connector.settings import Scoped, StoreSettings
+from kvx_core.connector.scoped import Scoped
+from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.spread import SaveBudget
 from kvx_core.connector.weights import Report, Weights
 from kvx_core.snapshot import Precision, Section

@@ -15,13 +15,13 @@ from kvx_conformance.connectors.vllm_models import IMAGE_SIZE
 
 def request(
     prompt: list[int],
-    adapter: str | None = None,
+    adapter: dict[str, Any] | None = None,
     image: int | None = None,
     embeddings: str | None = None,
 ) -> tuple[dict[str, Any], Any]:
     """What vLLM takes of one prompt, and its LoRARequest.
 
-    adapter:    the directory of a LoRA adapter
+    adapter:    the fields of a LoRARequest that are not the default: at least lora_path
     image:      the seed of its random pixels
     embeddings: the directory of the model, whose embeddings are given in place of ids
     """
@@ -30,7 +30,7 @@ def request(
         asked["multi_modal_data"] = {"image": _image(image)}
     if embeddings is not None:
         asked = {"prompt_embeds": _table(embeddings)[torch.tensor(prompt)]}
-    return asked, adapter and _lora(adapter)
+    return asked, adapter and lora(**adapter)
 
 
 def _image(seed: int) -> Any:
@@ -41,11 +41,11 @@ def _image(seed: int) -> Any:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
 
-def _lora(directory: str) -> Any:
-    """vLLM's request for an adapter; there is one."""
+def lora(**fields: Any) -> Any:
+    """vLLM's request for an adapter."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("adapter", 1, directory)
+    return LoRARequest(**{"lora_name": "adapter", "lora_int_id": 1} | fields)
 
 
 @cache

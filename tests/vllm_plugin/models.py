@@ -103,10 +103,10 @@ def blip2(directory: Path) -> Path:
     return directory
 
 
-def adapter(directory: Path) -> Path:
-    """A LoRA adapter of random weights for a model of `llama`, as PEFT saves it."""
-    directory.mkdir()
-    vllm_models.save_adapter(directory, "one")
+def adapter(directory: Path, name: str) -> Path:
+    """A LoRA adapter for a model of `llama`, as PEFT saves it. Names have other random weights."""
+    directory.mkdir(exist_ok=True)
+    vllm_models.save_adapter(directory, name)
     return directory
 
 

@@ -105,6 +105,15 @@ class Server:
         done: bool = self._llm.llm_engine.reset_prefix_cache()
         return done
 
+    def add_adapter(self, **fields: Any) -> None:
+        """Loads an adapter, as vLLM's server does when it is told to."""
+        from tests.vllm_plugin.besides import lora
+
+        self._llm.llm_engine.add_lora(lora(**fields))
+
+    def remove_adapter(self, number: int) -> None:
+        self._llm.llm_engine.remove_lora(number)
+
     def change_weights(self, how: str, path: str = "") -> None:
         """Replaces weights as users do: how: a method of this class without "_by_"."""
         getattr(self, f"_by_{how}")(path)

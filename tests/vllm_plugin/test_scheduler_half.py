@@ -233,6 +233,23 @@ def test_lora(start: Any, stored: None) -> None:
         steps.run()
 
 
+def test_an_adapter_of_other_files(start: Any, stored: None) -> None:
+    """vLLM may load the request's path in the step that computes it."""
+    from vllm.lora.request import LoRARequest
+
+    from kvx_adapters.vllm_plugin.identity import AdapterFiles
+    from kvx_core.connector.adapters import Adapter, AdapterReport
+
+    steps = start()
+    half = steps.scheduler.connector._scheduler
+    files = AdapterFiles("/adapter", "/nowhere", (), "")
+    known = {1: Adapter(1, "digest")}
+    half.adapters.take({0: AdapterReport(0, known, {1: files})})
+    request = steps.add("a", STORED, lora_request=LoRARequest("adapter", 1, "/adapter"))
+    assert half.loaded_adapter(request) == known[1]
+    assert not half._has_adapters_files(request)  # there are none
+
+
 def test_images(start: Any, stored: None) -> None:
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -712,7 +729,7 @@ def test_requests_that_are_not_shared_are_counted_by_reason(start: Any) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"mm_features": [1]},
-        {"lora_request": "adapter"},
+        {"lora_request": SimpleNamespace(lora_int_id=1, lora_name="adapter")},
         {"prompt_embeds": 1},
         {"prompt_token_ids": None},
         {"sampling_params": None},
