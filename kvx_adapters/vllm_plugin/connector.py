@@ -31,6 +31,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvx_adapters import vllm
 from kvx_adapters.vllm_plugin import is_alone
+from kvx_adapters.vllm_plugin.items import VllmItems
 from kvx_adapters.vllm_plugin.scheduler import SchedulerHalf
 from kvx_adapters.vllm_plugin.settings import (
     Settings,
@@ -154,6 +155,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             offered=self._states.offered if self._states else None,
             others_fill=not is_alone(transfer),
             epochs=epochs,
+            items=VllmItems(
+                config, embeddings=settings.share_embeddings, seconds=settings.lookup_seconds
+            ),
             adapters=LoadedAdapters(config.parallel_config.world_size),
             adapted=stores.adapted if isinstance(stores, Stores) else None,
             block_size=self._vllm_config.cache_config.block_size,
@@ -279,8 +283,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if self._worker is not None:
                 self._worker.shutdown()
             elif self._scheduler is not None:
-                self._scheduler.lookups.shutdown()
-                self._scheduler.epochs.shutdown()
+                self._scheduler.shutdown()
 
     def _step(self) -> StepPlan:
         step = self._get_connector_metadata()

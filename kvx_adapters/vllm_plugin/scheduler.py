@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvx_adapters.vllm_plugin.items import VllmItems
 from kvx_adapters.vllm_plugin.spoilt import SpoiltBlocks
 from kvx_adapters.vllm_plugin.steps import StepPlan
 from kvx_core.connector.plan import BlockIds, RequestId, Save
@@ -27,6 +28,7 @@ class SchedulerHalf(Policy):
 
     block_size: int = 1  # tokens of a block, as the scheduler counts them
     offered: Offered | None = None  # States.offered; None: the model has no states
+    items: VllmItems | None = None  # None: requests with items are not shared
     _unshared: Counter[str] = field(default_factory=Counter)  # number of requests, by reason
     _told: set[str] = field(default_factory=set)  # unshared requests that are already counted
     _spoilt: SpoiltBlocks = field(init=False)
@@ -35,11 +37,33 @@ class SchedulerHalf(Policy):
         self._spoilt = SpoiltBlocks(self.block_size)
 
     def salt_of(self, request: Any) -> str | None:
-        """Returns a request's cache_salt; None: its keys and values depend on more than tokens.
-
-        A session may get images or embeddings while it runs.
+        """Returns a request's cache_salt; None: its keys and values depend on more than its tokens
+        and items. A session may get more of these while it runs.
         """
-        return None if _more_than_tokens(request) else request.cache_salt or ""
+        return None if self._unknown_in(request) else request.cache_salt or ""
+
+    def ids_of(self, request: Any) -> Any:
+        if not _has_items(request):
+            return request.all_token_ids
+        assert self.items is not None  # else `salt_of` is None
+        return self.items.of(request)
+
+    def is_pending(self, request: Any) -> bool:
+        return _has_items(request) and self.items is not None and self.items.are_pending(request)
+
+    def _unknown_in(self, request: Any) -> str | None:
+        """Returns what a request's keys and values currently depend on besides what is known: its
+        tokens and items, a salt, an adapter and the model's files; None: on nothing.
+        """
+        if _has_items(request):
+            weights = self.epochs.weights
+            if weights.encoders != weights.generation or self.items is None:
+                return _kind_of_items(request)
+            if self.items.of(request) is None:
+                return _kind_of_items(request)
+        elif request.prompt_token_ids is None:
+            return "embeddings"
+        return "pooling" if request.sampling_params is None else None
 
     def adapter_of(self, request: Any) -> tuple[int, Hashable]:
         """Returns the number of a request's adapter, and what vLLM's prefix cache calls it.
@@ -87,6 +111,8 @@ class SchedulerHalf(Policy):
     def ended(self, request_id: RequestId) -> None:
         """Forgets all about a request that has ended."""
         Policy.ended(self, request_id)
+        if self.items is not None:
+            self.items.forget(request_id)
         self._spoilt.ends(request_id)
 
     def plan_saves(self, output: Any) -> None:
@@ -138,6 +164,13 @@ class SchedulerHalf(Policy):
         found, self._unshared = self._unshared, Counter()
         return dict(found)
 
+    def shutdown(self) -> None:
+        """Ends the threads without waiting for them."""
+        self.lookups.shutdown()
+        self.epochs.shutdown()
+        if self.items is not None:
+            self.items.shutdown()
+
     def _look_for_spoilt(
         self, request_id: str, start: int, stop: int, block_ids: BlockIds, are_new: bool
     ) -> None:
@@ -161,7 +194,7 @@ class SchedulerHalf(Policy):
 
     def _count(self, request: Any) -> None:
         """Counts a request once, for the first reason why it is not shared."""
-        reason = _more_than_tokens(request)
+        reason = self._unknown_in(request)
         if reason is None and self.loaded_adapter(request) is None:
             reason = "lora"
         if reason is None and self.scope_of(request) is None:
@@ -188,15 +221,12 @@ def _scheduled(output: Any) -> Iterator[tuple[str, int, BlockIds, bool]]:
         )
 
 
-def _more_than_tokens(request: Any) -> str | None:
-    """Returns the reason why a request's keys and values currently depend on more than its token
-    ids, its adapter and the model's files; None: they do not.
-    """
-    if request.mm_features:
-        return "images"
-    if request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return "embeddings"
-    return "pooling" if request.sampling_params is None else None
+def _has_items(request: Any) -> bool:
+    return bool(request.mm_features) or request.prompt_embeds is not None
+
+
+def _kind_of_items(request: Any) -> str:
+    return "images" if request.mm_features else "embeddings"
 
 
 def _computes_all(request: Any) -> bool:

@@ -23,6 +23,7 @@ class Settings(StoreSettings):
     # Of a hybrid model: store the states after one in so many tokens too, in prompts and, without
     # asynchronous scheduling, in answers.
     state_every_tokens: int | None = Field(default=None, ge=1)
+    share_embeddings: bool = True  # store and load requests with prompt embeddings, by their bytes
     # The names of weights that were replaced while the engine ran: of their files only, or also
     # vLLM's weight_version, which then means the same weights on every engine of this model.
     weights: Literal["files", "versioned"] = "files"

@@ -114,6 +114,7 @@ def _watch_engine(vllm_config: Any) -> None:
 
     _wrap(EngineCore, "collective_rpc", _collective_rpc)
     _wrap(EngineCore, "set_weight_version", _set_weight_version)
+    _wrap(EngineCore, "reset_encoder_cache", _reset_encoder_cache)
     _wrap(Executor.get_class(vllm_config), "collective_rpc", _executor_rpc)
     _wrap(Scheduler, "reset_prefix_cache", _reset_prefix_cache)
 
@@ -204,6 +205,14 @@ def _set_weight_version(core: Any, weight_version: str) -> Iterator[None]:
     yield
     if weights := _of(core):
         weights.say(str(weight_version))
+
+
+@contextmanager
+def _reset_encoder_cache(core: Any, *arguments: Any, **keywords: Any) -> Iterator[None]:
+    """Notes that no output of an encoder of older weights is kept."""
+    yield
+    if weights := _of(core):
+        weights.encoders = weights.generation
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Policy(RequestScopes):
     states: StatePositions | None = None  # None: where saves end, if sections say they are of there
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, Found] = field(default_factory=dict)
-    _chains: dict[RequestId, tuple[Scope, TokenChain]] = field(default_factory=dict)
+    _chains: dict[RequestId, tuple[Scope, Sequence[int], TokenChain]] = field(default_factory=dict)
     _given_up: set[RequestId] = field(default_factory=set)  # these requests load nothing any more
     _loading: dict[RequestId, Match] = field(default_factory=dict)  # not reported yet
     _next: Plan = field(default_factory=Plan)
@@ -77,11 +77,13 @@ class Policy(RequestScopes):
         request_id = request.request_id
         if tracked := self._tracked.get(request_id):
             tracked.computed = 0  # it has lost its blocks
-        if not (self.consumes and may_load) or request_id in self._given_up:
+        if request_id in self._given_up or not (self.produces or self.consumes):
             return 0
         scope = self.scope_of(request)
         if scope is None:
             return None if self.may_get_scope(request, self.lookups.seconds) else 0
+        if not (self.consumes and may_load):
+            return 0
         num_tokens = len(request.all_token_ids)
         found = self._lookups.get(request_id)
         if found is None or found.num_tokens != num_tokens or found.scope != scope:
@@ -240,9 +242,9 @@ class Policy(RequestScopes):
         self.look_at_weights()
         tracked = self._tracked.get(request.request_id)
         known = self._chains.get(request.request_id)
-        is_shared = tracked is not None and self._is_shared(tracked)
+        ids = self.ids_of(request) if tracked is not None and self._is_shared(tracked) else None
         self.ended(request.request_id)
-        if tracked is None or not is_shared or not self.produces:
+        if tracked is None or ids is None or not self.produces:
             return False
         stop = min(len(request.all_token_ids) - 1, num_computed_tokens)
         if not self.save_generated:
@@ -254,10 +256,10 @@ class Policy(RequestScopes):
         if stop - saved < (1 if at_prompt else self.min_tokens):
             return False
         tracked.block_ids = block_ids
-        if known is not None and known[0] == tracked.scope:
-            chain = known[1]
+        if known is not None and known[0] == tracked.scope and known[1] is ids:
+            chain = known[2]
         else:
-            chain = self.stores[tracked.scope].chain_of(request.all_token_ids)
+            chain = self.stores[tracked.scope].chain_of(ids)
         save = self._save_of(tracked, stop, chain, final=True, has_states=has_states)
         if self.spread is None:
             self._next.saves.append(save)
@@ -428,13 +430,13 @@ class Policy(RequestScopes):
 
     def _chain(self, request: Request, scope: Scope) -> TokenChain:
         """Returns the chain of keys of a request's tokens. Raises StoreError."""
-        known = self._chains.get(request.request_id)
-        if known is None or known[0] != scope:
+        known, ids = self._chains.get(request.request_id), self.ids_of(request)
+        if known is None or known[0] != scope or known[1] is not ids:
             store = self.stores[scope]
-            known = scope, store.chain_of(request.all_token_ids)
+            known = scope, ids, store.chain_of(ids)
             self._chains[request.request_id] = known
             self._index = store.index
-        return known[1]
+        return known[2]
 
     def _lookup(self, request: Request, scope: Scope, num_tokens: int) -> Match | None:
         """Returns the match of a request; an error counts as a miss. None: ask again."""

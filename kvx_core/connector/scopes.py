@@ -7,7 +7,7 @@ weights while the request runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from kvx_core.connector.adapters import NO_ADAPTER, Adapter, LoadedAdapters
@@ -37,6 +37,17 @@ class RequestScopes:
         a salt, an adapter and the weights.
         """
         return ""
+
+    def ids_of(self, request: Request) -> Sequence[int]:
+        """Returns the ids that keys are made of: of tokens, and of items in the place of those that
+        stand for them. The same object as long as those that it had stay the same. Engines may
+        override it; it is asked for a request with a salt only.
+        """
+        return request.all_token_ids
+
+    def is_pending(self, request: Request) -> bool:
+        """True if a request without a salt may soon have one. Engines may override it."""
+        return False
 
     def adapter_of(self, request: Request) -> tuple[int, Hashable]:
         """Returns the number of a request's adapter, 0 if it has none, and what the engine calls
@@ -100,8 +111,11 @@ class RequestScopes:
 
         seconds: requests wait no longer for new weights or an adapter to get a name
         """
+        is_pending = self.is_pending(request)  # asked first: it may end now
         if self.salt_of(request) is None:
-            return False
+            return is_pending
+        if self.scope_of(request) is not None:
+            return True  # since now
         if self._now is None:
             return time.monotonic() - self._unnamed_since <= seconds
         number, _ = self.adapter_of(request)

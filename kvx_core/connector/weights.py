@@ -46,6 +46,7 @@ class Weights:
     said: tuple[str, int] | None = None  # the user's name, its generation
     is_lost: bool = False  # a change may have been missed: share nothing
     num_resets: int = 0  # how often the engine has dropped its reusable blocks
+    encoders: int = 0  # the generation that has encoded all images which the engine keeps
     adapters: Adapters = field(default_factory=Adapters)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _depth: int = 0

@@ -18,16 +18,25 @@ def request(
     adapter: dict[str, Any] | None = None,
     image: int | None = None,
     embeddings: str | None = None,
+    name: str | None = None,
+    sound: int | None = None,
 ) -> tuple[dict[str, Any], Any]:
     """What vLLM takes of one prompt, and its LoRARequest.
 
     adapter:    the fields of a LoRARequest that are not the default: at least lora_path
     image:      the seed of its random pixels
     embeddings: the directory of the model, whose embeddings are given in place of ids
+    name:       the name that its user gives the image
+    sound:      the seed of a second of noise
     """
     asked: dict[str, Any] = {"prompt_token_ids": prompt}
     if image is not None:
         asked["multi_modal_data"] = {"image": _image(image)}
+    if sound is not None:
+        noise = np.random.default_rng(sound).standard_normal(16000).astype(np.float32)
+        asked["multi_modal_data"] = {"audio": (noise, 16000)}
+    if name is not None:
+        asked["multi_modal_uuids"] = {"image": [name]}
     if embeddings is not None:
         asked = {"prompt_embeds": _table(embeddings)[torch.tensor(prompt)]}
     return asked, adapter and lora(**adapter)

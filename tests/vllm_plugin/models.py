@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from kvx_conformance.connectors import vllm_models
 
+PLACEHOLDER = 511
 VOCAB_SIZE = vllm_models.VOCAB_SIZE
+PLACEHOLDER = VOCAB_SIZE - 1  # of an image
 WINDOW = 48  # of the hybrid model's sliding layers
 SIZES = vllm_models.SIZES | {"max_position_embeddings": 512}  # three layers
 
@@ -100,6 +102,49 @@ def gemma4(directory: Path) -> Path:
 def blip2(directory: Path) -> Path:
     """A BLIP-2 of random weights: an image is four tokens in front of the prompt."""
     vllm_models.blip2(directory)
+    return directory
+
+
+def qwen2_audio(directory: Path) -> Path:
+    """A Qwen2-Audio of random weights: a sound stands where the prompt has PLACEHOLDER, with 25
+    tokens for a second, and one in front of and behind these.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    encoder = {
+        "num_mel_bins": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 128,
+        "d_model": 64,
+        "max_source_positions": 1500,
+    }
+    config = Qwen2AudioConfig(
+        audio_config=encoder | {"model_type": "qwen2_audio_encoder"},
+        text_config=SIZES | {"model_type": "qwen2"},
+        audio_token_index=PLACEHOLDER,
+    )
+    special = {"<|AUDIO|>": PLACEHOLDER, "<|audio_bos|>": 510, "<|audio_eos|>": 509}
+    words = {f"<{i}>": i for i in range(509)} | special
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<1>")), eos_token="<0>"
+    )
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    path = _save(Qwen2AudioForConditionalGeneration, config, directory, 0) / "model.safetensors"
+    tensors = load_file(path)  # transformers 5.19 does not name them as checkpoints do
+    names = {name: name.replace(".model.model.", ".model.") for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
+    Qwen2AudioProcessor(
+        feature_extractor=WhisperFeatureExtractor(feature_size=16), tokenizer=tokenizer
+    ).save_pretrained(directory)
     return directory
 
 

@@ -122,6 +122,13 @@ class Server:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path} if path else {})
         self._llm.llm_engine.reset_encoder_cache()  # the workers' is empty
 
+    def _by_nothing(self, path: str) -> None:
+        """A call that might have written anything. What encoders have made of images stays."""
+        self._llm.apply_model(lambda model: None)
+
+    def reset_encoder_cache(self) -> None:
+        self._llm.llm_engine.reset_encoder_cache()
+
     def _by_model(self, path: str) -> None:
         """As trainers in the same process do. On CPU, vLLM has packed all weights but norms."""
         name = "model.layers.1.post_attention_layernorm.weight"

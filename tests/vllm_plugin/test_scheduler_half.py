@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -250,24 +251,56 @@ def test_an_adapter_of_other_files(start: Any, stored: None) -> None:
     assert not half._has_adapters_files(request)  # there are none
 
 
-def test_images(start: Any, stored: None) -> None:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+def asked(steps: Any, request: Any) -> Any:
+    """What the connector answers once the items of a request are digested."""
+    end = time.monotonic() + 10
+    while (answer := steps.ask(request))[0] is None and time.monotonic() < end:
+        time.sleep(0.001)
+    return answer
 
+
+def test_images(start: Any, stored: None) -> None:
+    """The text before an image is shared, if it is known what the image is."""
     steps = start()
     request = steps.add("a", STORED)
-    request.mm_features = [
-        MultiModalFeatureSpec(None, "image", "hash", PlaceholderRange(offset=2, length=9))
-    ]
-    assert steps.ask(request) == (0, False)
+    for unknown in (image(60, 9), image(60, 3, data=1), image(60, 9, data=1, mm_hash="of LoRA")):
+        request.request_id += "a"
+        request.mm_features = [unknown]
+        assert asked(steps, request) == (0, False)
     request.mm_features = []
     assert steps.ask(request) == (199, False)
+    request.request_id += "a"
+    request.mm_features = [image(60, 9, data=1)]
+    assert asked(steps, request) == (60, False)
+
+
+def test_two_images_of_one_name(start: Any, stored: None) -> None:
+    """vLLM may take what it has encoded of one for the other."""
+    steps = start()
+    request = steps.add("a", STORED)
+    for data, expected in ((1, 60), (1, 60), (2, 0), (1, 0)):
+        request.request_id += "a"
+        request.mm_features = [image(60, 9, data=data)]
+        assert asked(steps, request) == (expected, False)
+
+
+def test_images_after_new_weights(start: Any, stored: None) -> None:
+    """What encoders have made of images with the old weights may still be there."""
+    steps = start()
+    request = steps.add("a", STORED)
+    request.mm_features = [image(60, 9, data=1)]
+    weights = steps.scheduler.connector._weights
+    weights.encoders = -1
+    assert asked(steps, request) == (0, False)
+    weights.encoders = weights.generation
+    assert asked(steps, request) == (60, False)
 
 
 def test_embeddings(start: Any, stored: None) -> None:
     steps = start()
     request = steps.add("a", STORED)
     request.prompt_embeds = torch.zeros(200, 256)
-    assert steps.ask(request) == (0, False)
+    assert asked(steps, request) == (0, False)
 
 
 def test_prompt_logprobs(start: Any, stored: None) -> None:
@@ -664,20 +697,34 @@ def test_what_was_half_computed_with_other_weights_is_not_saved(start: Any) -> N
     assert save.scope.weights.startswith("random:")  # apart from what others find
 
 
-def image(offset: int, num_tokens: int) -> Any:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+def image(offset: int, num_tokens: int, data: int | None = None, mm_hash: str | None = None) -> Any:
+    """data: the number of bytes that the model takes; None: vLLM does not hold them"""
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
 
+    taken = MultiModalKwargsItem.dummy(data or 1)
+    taken["dummy"].data.zero_()
     return MultiModalFeatureSpec(
-        data=None,
+        data=None if data is None else taken,
         modality="image",
         identifier="an image",
         mm_position=PlaceholderRange(offset=offset, length=num_tokens),
+        mm_hash=mm_hash,
     )
 
 
-@pytest.mark.parametrize("has_image", [False, True], ids=["text", "image"])
-def test_a_session_that_gets_an_image(has_image: bool, start: Any) -> None:
-    """The same ids with an image have other keys and values. Text goes on being saved."""
+@pytest.mark.parametrize(
+    ("has_image", "data"),
+    [(False, None), (True, 1), (True, None)],
+    ids=["text", "image", "unknown image"],
+)
+def test_a_session_that_gets_an_image(has_image: bool, data: int | None, start: Any) -> None:
+    """The same ids with an image have other keys and values. Text goes on being saved, and so do
+    images that are known.
+    """
     steps = start(role="kv_producer", enable_prefix_caching=True)
     first, second = prompt(60, seed=4), prompt(100, seed=5)
     request = steps.add("s", first, max_tokens=1, resumable=True)
@@ -688,19 +735,24 @@ def test_a_session_that_gets_an_image(has_image: bool, start: Any) -> None:
     # What the image's tokens stand for has been computed by an encoder, which is not there.
     steps.scheduler.encoder_cache_manager.can_allocate = lambda *arguments: True
     steps.scheduler.encoder_cache_manager.check_and_update_cache = lambda *arguments: True
-    features = [image(0, 32)] if has_image else []
+    features = [image(0, 32, data)] if has_image else []
+    is_unknown = has_image and data is None
     more = steps.request("s", second, max_tokens=2, resumable=True, mm_features=features)
     steps.scheduler.add_request(more)
-    for _ in range(3):
+    end = time.monotonic() + 10
+    while request.num_computed_tokens < 160 and time.monotonic() < end:
         plan = steps.plan()
+        for save in plan.saves:
+            items = save.tokens[max(0, 60 - save.start) : max(0, 92 - save.start)] < 0
+            assert items.all() == has_image or not items.size
         saved += saves(plan)
         steps.run()
     assert request.num_computed_tokens >= 160
-    assert (saved == [("s", 0, 60)]) == has_image
+    assert (saved == [("s", 0, 60)]) == is_unknown
     connector = steps.scheduler.connector
-    assert ("s" in connector._scheduler._told) == has_image  # counted as not shared
-    assert (connector.to_hand_over(request) is None) == has_image
-    assert connector.request_finished(request, steps.blocks("s"))[0] in (False, not has_image)
+    assert ("s" in connector._scheduler._told) == is_unknown  # counted as not shared
+    assert (connector.to_hand_over(request) is None) == is_unknown
+    assert connector.request_finished(request, steps.blocks("s"))[0] in (False, not is_unknown)
 
 
 def test_a_request_that_reads_no_cache_loads_nothing(start: Any, stored: None) -> None:
@@ -728,9 +780,9 @@ def test_requests_that_are_not_shared_are_counted_by_reason(start: Any) -> None:
     }
     changes: list[dict[str, Any]] = [
         {},
-        {"mm_features": [1]},
+        {"mm_features": [image(0, 1)]},
         {"lora_request": SimpleNamespace(lora_int_id=1, lora_name="adapter")},
-        {"prompt_embeds": 1},
+        {"prompt_embeds": torch.zeros(1, 8)},
         {"prompt_token_ids": None},
         {"sampling_params": None},
     ]
