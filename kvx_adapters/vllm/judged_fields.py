@@ -42,7 +42,7 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
             "aux_output_config instance_id shutdown_timeout"
         ),
         "where weights, tables or caches lie": "offload_config engram_config",
-        "requests with images or sounds are neither stored nor loaded": (
+        "requests with images or sounds are then neither stored nor loaded": (
             "ec_transfer_config ec_manager_config"
         ),
         "this connector's own settings": "kv_transfer_config",
@@ -61,7 +61,7 @@ DO_NOT_MATTER: dict[str, dict[str, str]] = {
         "names, and where files come from: the files themselves count": (
             "served_model_name hf_token revision allowed_local_media_path allowed_media_domains"
         ),
-        "requests with images, sounds or embeddings are neither stored nor loaded": (
+        "what becomes of images, sounds and embeddings is in their digests": (
             "multimodal_config enable_prompt_embeds"
         ),
         "how the same operations are run": (

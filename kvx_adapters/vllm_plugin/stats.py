@@ -33,8 +33,8 @@ COUNTERS = {
 
 # Sums by reason, with descriptions. Each is the metric vllm:kvx_<name>_total with label "reason".
 BY_REASON = {
-    "unshared_requests": "Requests that are neither loaded nor saved, by what their keys and "
-    "values depend on besides tokens: images, lora, embeddings, pooling, weights that change",
+    "unshared_requests": "Requests that are neither loaded nor saved, by what is not known of "
+    "them: images, lora, embeddings, pooling, weights that change",
 }
 # Last values, with descriptions: the largest of all workers. Each is the metric vllm:kvx_<name>.
 GAUGES = {

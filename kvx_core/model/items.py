@@ -1,7 +1,7 @@
 """Items of a prompt that are no tokens, as images and embeddings: their digests, and the ids under
 which their positions are stored.
 
-Spec: docs/store_format.md, "Items".
+Spec: docs/store_format.md, "Files".
 """
 
 from __future__ import annotations

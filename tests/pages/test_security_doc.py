@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from kvx_core._c import os_files
-from kvx_core.connector import boundary, settings
+from kvx_core.connector import boundary, scoped
 from kvx_core.snapshot import pieces, record, secrets
 from kvx_core.stores import config, covers, index, kinds, marks, names, root, space, walk
 from tests.documents import Document
@@ -43,7 +43,7 @@ EXCLUDED = {
         ("{:,} names of each sort", index._MAX_NAMES),
         ("{:,} tokens of marks (16 MB)", marks._MOST_HELD),
         ("{} kinds of a space", kinds._MOST),
-        ("{:,} salts", settings._MAX_SCOPES),
+        ("{:,} salts", scoped._MAX_SCOPES),
         ("chunks of {} to", config.MIN_CHUNK_TOKENS),
         ("to {:,} tokens, or what the settings ask for", config.MOST_CHUNK_TOKENS),
         ("each of at most {} kinds", boundary._MAX_KINDS),
