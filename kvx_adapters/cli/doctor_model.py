@@ -153,7 +153,6 @@ def _verdicts(kinds: Kinds, text: Any) -> Iterator[tuple[str, str]]:
             indexed=kinds.indexed > 0,
             other=bool(kinds.other),
             is_chunked=kinds.is_chunked,
-            shared=kinds.shared > 0,
             has_encoder=kinds.has_encoder,
         )
 

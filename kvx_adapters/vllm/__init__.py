@@ -15,7 +15,7 @@ describes pages of NVFP4 data and scales.
 import kvx_core.needs_torch  # noqa: F401
 from kvx_adapters.vllm.amx import amx_planes
 from kvx_adapters.vllm.describe import cache_desc, cache_view, inline_scales
-from kvx_adapters.vllm.facts import cache_facts, kv_heads_of, total_kv_heads
+from kvx_adapters.vllm.facts import cache_facts, kv_heads_of, num_kv_layers, total_kv_heads
 from kvx_adapters.vllm.groups import LayerGroup, group_view, layer_groups, layout_before_29
 from kvx_adapters.vllm.live import live_block_table, live_span, live_view
 from kvx_adapters.vllm.model_record import loads_files, model_record
@@ -49,6 +49,7 @@ __all__ = [
     "loads_files",
     "model_record",
     "model_refusal",
+    "num_kv_layers",
     "nvfp4_view",
     "refusal",
     "self_test",

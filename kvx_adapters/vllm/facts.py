@@ -42,6 +42,16 @@ def cache_facts(
     )
 
 
+def num_kv_layers(model_config: Any) -> int:
+    """The layers of the whole model, without those at its end that use the K and V of others.
+
+    model_config: vllm_config.model_config
+    Source: vllm 0.32 model_executor/models/gemma4.py, gemma3n.py
+    """
+    shared = getattr(model_config.hf_text_config, "num_kv_shared_layers", None) or 0
+    return int(model_config.get_total_num_hidden_layers()) - int(shared)
+
+
 def total_kv_heads(model_config: Any, layer: int | None = None) -> int:
     """KV heads of the whole model, as its caches hold them: MLA keeps one latent for all heads.
 

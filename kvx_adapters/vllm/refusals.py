@@ -18,7 +18,6 @@ def refusal(
     indexed: bool = False,
     other: bool = False,
     is_chunked: bool = False,
-    shared: bool = False,
     has_encoder: bool = False,
 ) -> str:
     """Why a connector does not share the prefixes of a model; "" if it does.
@@ -26,14 +25,12 @@ def refusal(
     states:   some layers keep a state: Mamba, linear attention, convolution
     indexed:  some layers keep an indexer's keys
     other:    some layers keep what KVX does not know
-    shared:   some layers use the K and V of others
     """
     reasons = [
         (states, "layers keep a state"),
         (indexed, "an indexer's keys are not described"),
         (other, "some layers are unknown"),
         (is_chunked, "chunked attention"),
-        (shared, "layers share their K and V"),
         (has_encoder, "an encoder"),
     ]
     return ", ".join(reason for is_so, reason in reasons if is_so)
@@ -61,6 +58,5 @@ def model_refusal(model_config: Any) -> str:
         states=model_config.is_attention_free
         or (model_config.is_hybrid and not knows_states(text)),
         indexed=hasattr(text, "index_topk"),
-        shared=bool(getattr(text, "num_kv_shared_layers", 0)),
         has_encoder=bool(model_config.is_encoder_decoder),
     )

@@ -459,6 +459,7 @@ def _check_layers(groups: Iterable[vllm.LayerGroup], states: States, config: Any
     """
     found = sorted(layer for group in groups for layer in group.layers)
     first, last = config.model_config.get_layers_start_end_indices(config.parallel_config)
+    last = min(last, vllm.num_kv_layers(config.model_config))
     if found != [layer for layer in range(first, last) if states.has_kv(layer)]:
         raise UnsupportedError(
             f"the KV cache has layers {found}, expected each of {first} to {last - 1} once: "

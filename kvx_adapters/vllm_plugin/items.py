@@ -89,8 +89,9 @@ class VllmItems:
         """Runs in a thread. Returns None if vLLM does not hold what the model takes, or may take
         the encoder's output of something else for it.
         """
-        has_lora = feature.identifier != getattr(feature, "mm_hash", None) is not None
-        if feature.data is None or has_lora or self._are_encoded_elsewhere:
+        mm_hash = getattr(feature, "mm_hash", None)  # not every version has the field
+        has_adapter = mm_hash is not None and feature.identifier != mm_hash  # of its encoder
+        if feature.data is None or has_adapter or self._are_encoded_elsewhere:
             return None
         data = {name: element.data for name, element in feature.data.items()}
         if any(value is None for value in data.values()):
@@ -106,7 +107,7 @@ class VllmItems:
 
     def _blocks(self, request: Any, tokens: list[int]) -> list[Item]:
         rows, are_ids = request.prompt_embeds, getattr(request, "prompt_is_token_ids", None)
-        if not self._embeddings:
+        if not self._embeddings or request.mm_features:  # vLLM takes no prompt with both
             return [Item(0, len(rows), lambda: None)]
         cuts = [*range(0, len(rows), _BLOCK), len(rows)]
         if len(cuts) > 2 and cuts[-1] - cuts[-2] < MIN_ITEM_TOKENS:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError
 from vllm.version import __version__ as vllm_version
 
-from kvx_adapters.vllm import model_refusal
+from kvx_adapters.vllm import model_refusal, num_kv_layers
 from kvx_adapters.vllm.encodings import FP8, PER_TOKEN_HEAD, opaque_name
 from kvx_adapters.vllm.spec import minor
 from kvx_core import InvalidArgumentError, KvxError, Status, UnsupportedError
@@ -117,6 +117,11 @@ def check_engine(vllm_config: Any, settings: Settings) -> None:
                 f"{name} is {getattr(part, name)!r}, expected none: where tokens see those after "
                 "them, the keys and values of a prefix depend on what follows it"
             )
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        raise UnsupportedError(
+            "kv_sharing_fast_prefill is True, expected False: a step then computes some layers for "
+            "its last tokens only, which has not been tried"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until 0.31
         raise UnsupportedError(
             "calculate_kv_scales is True, expected False: tokens loaded before the first forward "
@@ -130,7 +135,7 @@ def precisions(model_config: Any, cache_config: Any) -> list[Precision]:
     model_config: vllm's ModelConfig; cache_config: vllm's CacheConfig
     Source: vllm 0.32 config/cache.py, CacheConfig; model_executor/layers/attention/attention.py
     """
-    dtype, num_layers = model_config.dtype, model_config.get_total_num_hidden_layers()
+    dtype, num_layers = model_config.dtype, num_kv_layers(model_config)
     found = [_of_most_layers(dtype, cache_config.cache_dtype)] * num_layers
     # Skipped layers store values in the dtype of the model.
     skipped = set(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ())
@@ -151,7 +156,7 @@ def _windowed(model_config: Any, cache_config: Any, num_layers: int) -> list[int
     if kinds is None:  # all layers are alike
         has_windows = getattr(cache_config, "sliding_window", None) is not None
         return list(range(num_layers)) if has_windows else []
-    return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    return [i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention"]
 
 
 def _of_most_layers(dtype: Any, cache_dtype: str) -> Precision:

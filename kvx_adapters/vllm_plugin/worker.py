@@ -126,9 +126,9 @@ class WorkerHalf:
 
     def save_layer(self, step: StepPlan, layer_name: str) -> None:
         """Copies one layer of this step's saves. `save` copies the remaining layers."""
-        if self._accepts(step):
-            saves = self._parted(step.saves)[0]
-            self._saver.save_layer(step, saves, self._layer_of[layer_name])
+        layer = self._layer_of.get(layer_name)  # None: it uses the K and V of another one
+        if layer is not None and self._accepts(step):
+            self._saver.save_layer(step, self._parted(step.saves)[0], layer)
 
     def save(self, step: StepPlan) -> None:
         """Copies the tokens of this step's saves. Threads write the files later."""

@@ -307,11 +307,9 @@ def test_layers_with_other_numbers_of_heads(
 def test_reasons_not_to_share_stand_side_by_side() -> None:
     assert vllm.refusal() == ""
     assert (
-        vllm.refusal(
-            states=True, indexed=True, other=True, is_chunked=True, shared=True, has_encoder=True
-        )
+        vllm.refusal(states=True, indexed=True, other=True, is_chunked=True, has_encoder=True)
         == "layers keep a state, an indexer's keys are not described, some layers are unknown, "
-        "chunked attention, layers share their K and V, an encoder"
+        "chunked attention, an encoder"
     )
 
 

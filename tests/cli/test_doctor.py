@@ -425,7 +425,7 @@ MODELS = {
         "4 layers: K and V of a window of 512 tokens; 2 layers: nothing: they use other layers' K "
         "and V",
         "128 bytes per token in bfloat16: 1 KV head of 8 in each layer",
-        {"vLLM": f"{REFUSED}layers share their K and V"},
+        {"vLLM": "the connector shares its prefixes; loads while other steps run"},
     ),
     "deepseek_v3": (
         {"num_hidden_layers": 3},

@@ -70,6 +70,23 @@ def same_tokens(outputs: Sequence[Output], expected: Sequence[Sequence[int]]) ->
             raise AssertionError(f"prompt {i}, new token {at}: {found}, expected {wanted}")
 
 
+def check_reuse(
+    engine: Engine,
+    prompt: Sequence[int],
+    beside: Mapping[str, Any],
+    expected: Sequence[int],
+    num_cached: int,
+) -> None:
+    """Asserts the answer to a prompt, and how many of its tokens came from the store: vLLM's own
+    cache is empty. Afterwards all of it is stored.
+    """
+    engine.call("reset_prefix_cache")
+    output = engine.generate([prompt], besides=[beside])
+    same_tokens(output, [expected])
+    assert output[0].num_cached_tokens == num_cached
+    assert engine.call("wait_until_saved")
+
+
 class EngineError(Exception):
     """A call failed in the engine's process; the text is its traceback or the end of its log."""
 

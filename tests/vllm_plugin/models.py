@@ -78,25 +78,32 @@ def deepseek(directory: Path) -> Path:
     return _save(DeepseekV2ForCausalLM, config, directory, 0)
 
 
-def gemma4(directory: Path) -> Path:
+def gemma4(directory: Path, num_shared: int = 0) -> Path:
     """A Gemma 4 of random weights: every second layer sees the last WINDOW tokens with two KV heads
     of 64, the others everything with one of 128, whose values are its keys before they are rotated.
+    num_shared: more layers, which use the keys and values of the last two before them
     """
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "full_attention"] * (2 + num_shared // 2),
         sliding_window=WINDOW,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
         global_head_dim=128,
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=VOCAB_SIZE,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=num_shared,
         pad_token_id=None,
-        **SIZES | {"num_hidden_layers": 4},
+        **SIZES | {"num_hidden_layers": 4 + num_shared},
     )
     return _save(Gemma4ForCausalLM, config, directory, 0)
+
+
+def gemma4_that_shares(directory: Path) -> Path:
+    """A Gemma 4 with two more layers, which use the keys and values of the third and the fourth."""
+    directory.mkdir()
+    return gemma4(directory, num_shared=2)
 
 
 def blip2(directory: Path) -> Path:

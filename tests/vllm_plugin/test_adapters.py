@@ -10,7 +10,14 @@ import pytest
 
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
-from tests.vllm_plugin.engine import Engine, EngineProcess, Output, connector, same_tokens
+from tests.vllm_plugin.engine import (
+    Engine,
+    EngineProcess,
+    Output,
+    check_reuse,
+    connector,
+    same_tokens,
+)
 
 pytestmark = needs_cpu_op
 
@@ -61,12 +68,7 @@ def options(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def check(engine: Engine, adapter: Lora, expected: list[int], num_cached: int) -> None:
-    """The answer to PROMPT, and how many of its tokens came from the store. All is stored after."""
-    engine.call("reset_prefix_cache")
-    output = ask(engine, adapter)
-    same_tokens([output], [expected])
-    assert output.num_cached_tokens == num_cached
-    assert engine.call("wait_until_saved")
+    check_reuse(engine, PROMPT, {"adapter": adapter}, expected, num_cached)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["beside", "in-step"])

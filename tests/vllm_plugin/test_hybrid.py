@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
-from tests.vllm_plugin.models import WINDOW, prompt, same_keys_and_values
+from tests.vllm_plugin.models import WINDOW, gemma4_that_shares, prompt, same_keys_and_values
 from tests.vllm_plugin.prefill import transformers_prefills
 
 pytestmark = needs_cpu_op
@@ -105,6 +105,25 @@ def test_windows(
         assert [output.num_cached_tokens for output in outputs] == loaded
         assert engine.num_free_blocks() == num_free_blocks
     same_keys_and_values(gemma, PROMPTS[:5], loads)
+
+
+def test_layers_that_share(engines: EngineProcess, tmp_path: Path) -> None:
+    """Layers that use the keys and values of others have none of their own."""
+    model = gemma4_that_shares(tmp_path / "model")
+    caching = connector(tmp_path / "store", layerwise=True)
+    with engines.engine(model, block_size=32, kv_transfer_config=caching) as engine:
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+        assert engine.call("wait_until_saved")
+    expected = [output.tokens for output in outputs]
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    with engines.engine(model, block_size=64, kv_transfer_config=caching) as engine:
+        loads = tmp_path / "loads"
+        loads.mkdir()
+        engine.call("keep_raw_loads", folder=str(loads))
+        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
+    same_tokens(outputs, expected)
+    assert [output.num_cached_tokens for output in outputs] == LOADED
+    same_keys_and_values(model, PROMPTS[:5], loads)
 
 
 @pytest.mark.slow

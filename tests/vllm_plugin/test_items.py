@@ -10,7 +10,13 @@ import pytest
 
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin import models
-from tests.vllm_plugin.engine import Engine, EngineProcess, Output, connector, same_tokens
+from tests.vllm_plugin.engine import (
+    Engine,
+    EngineProcess,
+    Output,
+    check_reuse,
+    connector,
+)
 
 pytestmark = needs_cpu_op
 
@@ -50,11 +56,7 @@ def options(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def check(engine: Engine, image: int | None, expected: list[int], num_cached: int) -> None:
-    engine.call("reset_prefix_cache")
-    output = ask(engine, image)
-    same_tokens([output], [expected])
-    assert output.num_cached_tokens == num_cached
-    assert engine.call("wait_until_saved")
+    check_reuse(engine, PROMPT, {"image": image}, expected, num_cached)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["beside", "in-step"])
@@ -97,11 +99,7 @@ def test_sounds_in_the_middle(engines: EngineProcess, tmp_path: Path) -> None:
     for num_cached in ([0, 100, 100, length], [length - 1, length - 1, length - 1, length + 29]):
         with engines.engine(model, **there, kv_transfer_config=config) as engine:
             for i in range(4):
-                engine.call("reset_prefix_cache")
-                output = engine.generate([prompts[i]], besides=[besides[i]])
-                same_tokens(output, [alone[i]])
-                assert output[0].num_cached_tokens == num_cached[i], i
-                assert engine.call("wait_until_saved")
+                check_reuse(engine, prompts[i], besides[i], alone[i], num_cached[i])
 
 
 def test_other_images_of_one_name(
@@ -146,8 +144,5 @@ def test_embeddings(shares: bool, llama: Path, engines: EngineProcess, tmp_path:
             for prompt, expected, num in zip(
                 (PROMPT, other, longer), as_ids, num_cached, strict=True
             ):
-                engine.call("reset_prefix_cache")
-                output = engine.generate([prompt], besides=[{"embeddings": str(llama)}])
-                same_tokens(output, [expected])
-                assert output[0].num_cached_tokens == (num if shares else 0)
-                assert engine.call("wait_until_saved")
+                beside = {"embeddings": str(llama)}
+                check_reuse(engine, prompt, beside, expected, num if shares else 0)

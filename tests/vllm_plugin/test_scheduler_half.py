@@ -844,20 +844,21 @@ def test_tokens_that_see_those_after_them_are_refused(name: str) -> None:
         check_engine(config, Settings(path="store"))
 
 
-def test_scales_that_the_first_pass_replaces_are_refused() -> None:
-    """Such as vLLM computes until 0.31."""
+@pytest.mark.parametrize("name", ["calculate_kv_scales", "kv_sharing_fast_prefill"])
+def test_caches_that_are_not_what_they_are_called_are_refused(name: str) -> None:
+    """vLLM computes scales in the first pass until 0.31."""
     from types import SimpleNamespace
 
     from kvx_adapters.vllm_plugin.settings import Settings, check_engine
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(calculate_kv_scales=True),
+        cache_config=SimpleNamespace(**{name: True}),
         attention_config=SimpleNamespace(),
     )
-    with pytest.raises(UnsupportedError, match="calculate_kv_scales is True, expected False"):
+    with pytest.raises(UnsupportedError, match=f"{name} is True, expected False"):
         check_engine(config, Settings(path="store"))
-    config.cache_config.calculate_kv_scales = False
+    setattr(config.cache_config, name, False)
     check_engine(config, Settings(path="store"))
 
 

@@ -85,10 +85,6 @@ UNSHARED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "hidden_size": 256},
         "layers keep a state",
     ),
-    "Gemma3nForCausalLM": (
-        {"model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2},
-        "layers share their K and V",
-    ),
 }
 
 
