@@ -221,8 +221,9 @@ class WorkerHalf:
             )
         return False
 
-    def _era(self) -> object:
-        return self._seen, self._weights.generation, self._weights.adapters.num_changes
+    def _era(self, load: Load) -> object:
+        weights = self._weights
+        return self._seen, weights.generation, weights.adapters.has(load.scope.adapter)
 
     def shutdown(self) -> None:
         """Cancels the loads and waits for those that run, then waits until all files are written:

@@ -67,7 +67,6 @@ class Adapters:
         self._loaded: dict[int, _Loaded] = {}
         self._workers: Workers | None = None
         self._report = NOTHING_LOADED
-        self.num_changes = 0  # how often a number has got other content
 
     def loaded(self, number: int, source: Hashable, name: Callable[[], str | None]) -> None:
         """Notes that the engine has loaded an adapter under a number.
@@ -83,7 +82,6 @@ class Adapters:
             found = _Loaded(source)
             if before is not None:
                 found.changes = before.changes + 1
-                self.num_changes += 1
             if len(self._loaded) >= _MOST:
                 del self._loaded[next(iter(self._loaded))]
             self._loaded[number] = found

@@ -20,8 +20,8 @@ from kvx_core.stores.loads import Progress
 
 # Waits until the device no longer uses the blocks; returns the context in which the load runs.
 Streams = Callable[[], AbstractContextManager[object]]
-# Returns a value that differs after the engine's weights have changed.
-Era = Callable[[], object]
+# Returns a value that differs after the engine's weights or a load's adapter have changed.
+Era = Callable[[Load], object]
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class Loader:
         counts: Counts,
         sections: Sections,
         streams: Streams = nullcontext,
-        era: Era = lambda: None,
+        era: Era = lambda load: None,
     ) -> None:
         """streams: called in the engine's thread for each load beside steps; the thread that loads
         enters the context that it returns
-        era:     a load has failed if `era` returns another value afterwards
+        era:     a load has failed if `era` returns another value for it afterwards
         """
         self._stores, self._settings, self._boundary = stores, settings, boundary
         self._counts, self._sections, self._streams = counts, sections, streams
@@ -88,7 +88,7 @@ class Loader:
 
     def start(self, load: Load) -> None:
         """Starts a load beside steps. `take_results` reports its end, even if an error occurs."""
-        work = _Work(load, self._era())
+        work = _Work(load, self._era(load))
         with self._lock:
             self._waiting[load.request_id] = work
         with self._loading(load) as guard:
@@ -100,7 +100,7 @@ class Loader:
 
     def load(self, load: Load) -> bool:
         """Loads tokens that this step's forward pass reads; returns True if it loaded all."""
-        work = _Work(load, self._era())
+        work = _Work(load, self._era(load))
         with self._loading(load) as guard:
             work.progress = Progress()
         good = not guard.failed and self._load(work)
@@ -113,7 +113,7 @@ class Loader:
         with self._loading(load):
             raise StoreError(reason)
         with self._lock:
-            self._over.append((_Work(load, self._era()), False))
+            self._over.append((_Work(load, self._era(load)), False))
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Cancels the loads of ended requests. A load that already runs ends after a chunk."""
@@ -141,10 +141,10 @@ class Loader:
             over, self._over = self._over, []
         results = Results()
         for work, good in over:
-            is_current = work.era == self._era()
+            is_current = work.era == self._era(work.load)
             if good and not is_current:
                 with self._loading(work.load):
-                    raise StoreError("the model's weights changed while it ran")
+                    raise StoreError("the model's weights or its adapter changed while it ran")
             if not work.load.wait:
                 results.loaded.add(work.load.request_id)
             if not good or not is_current:

@@ -41,7 +41,7 @@ class Loading:
             Boundary(self.log.append),
             self.counts,
             self._sections,
-            era=lambda: self.era,
+            era=lambda load: self.era,
         )
 
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
@@ -171,7 +171,9 @@ def test_nothing_counts_of_a_load_during_which_the_weights_change(loading: Loadi
     loading.era += 1
     assert loading.loader.take_results() == Results({"r"}, [(load, 0)])
     (line,) = loading.log
-    assert line.endswith("could not load request r: the model's weights changed while it ran")
+    assert line.endswith(
+        "could not load request r: the model's weights or its adapter changed while it ran"
+    )
 
 
 def test_a_load_that_a_step_waits_for_is_over_when_it_returns(loading: Loading) -> None:

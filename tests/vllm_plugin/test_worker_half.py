@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,48 @@ def test_a_step_that_was_planned_for_other_weights_is_not_saved(
     assert [worker.half.take_report() is None for _ in "ab"] == [generation == 0, True]
     assert worker.half.take_results()[0] == {"a"}  # its blocks need not wait
     assert worker.store.lookup(TOKENS).num_tokens == (40 if is_saved else 0)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_an_adapter_that_is_not_loaded_any_more(
+    is_loaded: bool, layerwise: bool, tmp_path: Path
+) -> None:
+    """What it has computed is not saved, and nothing is loaded for it. Others go on."""
+    from kvx_adapters.vllm_plugin.steps import Load, Save, StepPlan
+
+    worker = Worker(Directory(tmp_path))
+    worker.fill()
+    worker.half._weights.adapters.loaded(1, "files", lambda: "adapter")
+    end = time.monotonic() + 10
+    while not (known := worker.half._weights.adapters.report(0).known) and time.monotonic() < end:
+        time.sleep(0.001)
+    scope = Scope(adapter=known[1] if is_loaded else known[1]._replace(changes=1))
+    node, other = worker.store.nodes([])[0], TOKENS[::-1]
+    saves = [
+        Save("a", scope, node, 0, np.array(TOKENS), ([3, 1, 5],), final=True),
+        Save("b", Scope(), node, 0, np.array(other), ([3, 1, 5],), final=True),
+    ]
+    step = StepPlan(saves=saves)
+    for layer in range(L) if layerwise else ():
+        worker.half.save_layer(step, f"model.layers.{layer}")
+    worker.half.save(step)
+    assert worker.half.save_now(saves[0]) == is_loaded
+    worker.half._saver._writer.threads.wait(10)
+    assert worker.half.take_results()[0] == {"a", "b"}
+    assert worker.store.lookup(TOKENS).num_tokens == (40 if is_loaded else 0)
+    match = worker.store.lookup(other)
+    assert match.num_tokens == 40
+    loads = [Load("a", scope, match, 0, 40, ([4, 2, 6],), wait=True)]
+    worker.half.load(StepPlan(loads=loads))
+    assert worker.half.take_failed_blocks() == (set() if is_loaded else {4, 2, 6})
+    beside = Load("c", scope, match, 0, 40, ([4, 2, 6],), wait=False)
+    worker.half.load(StepPlan(loads=[beside]))
+    worker.half._loader._workers.wait(10)
+    worker.half._weights.adapters.loaded(1, None, lambda: None)
+    assert worker.half.take_failed_blocks() == {4, 2, 6}  # it has changed meanwhile
+    assert worker.half.take_results()[1] == {"c"}
+    worker.half.shutdown()
 
 
 def test_ranks_with_a_head_each_and_one_with_both(tmp_path: Path) -> None:

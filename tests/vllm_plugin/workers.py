@@ -13,7 +13,6 @@ from torch import Tensor
 from kvx_adapters import vllm
 from kvx_core import CacheFacts
 from kvx_core.connector.boundary import Boundary
-from kvx_core.connector.plan import Scope
 from kvx_core.connector.weights import Weights
 from kvx_core.snapshot import Precision
 from kvx_core.stores.blobs import Directory
@@ -25,6 +24,17 @@ CHUNK = 32
 
 
 TOKENS = prompt(40, seed=1)  # a chunk and a part of one; three blocks of 16
+
+
+class _OfAnyScope(dict[Any, PrefixStore]):
+    """A store for all scopes: what is refused is not asked for."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def __missing__(self, scope: Any) -> PrefixStore:
+        return self._store
 
 
 class Worker:
@@ -56,7 +66,7 @@ class Worker:
         group = vllm.LayerGroup(names, tuple(range(L)), (spec,) * L, 0)
         self.store = store_in(blobs)
         self.half = WorkerHalf(
-            {Scope(): self.store},
+            _OfAnyScope(self.store),
             Settings(path=blobs.root, **settings),
             [Held(0, group, vllm.cache_view(self.kv_caches, spec, facts), 1)],
             torch.device("cpu"),
