@@ -27,8 +27,13 @@ def group_of(*layers: int) -> vllm.LayerGroup:
     return vllm.LayerGroup(names, layers, specs, None)
 
 
-def config_of(first: int, last: int) -> Any:
-    model = SimpleNamespace(get_layers_start_end_indices=lambda parallel: (first, last))
+def config_of(first: int, last: int, shared: int = 0) -> Any:
+    """Of a rank with layers [first, last) of 8, of which the last `shared` have no K and V."""
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_kv_shared_layers=shared),
+        get_layers_start_end_indices=lambda parallel: (first, last),
+        get_total_num_hidden_layers=lambda: 8,
+    )
     return SimpleNamespace(model_config=model, parallel_config=None)
 
 
@@ -39,6 +44,7 @@ def test_a_workers_groups_have_each_of_its_layers() -> None:
     none = States(None, {}, {})
 
     _check_layers([group_of(4, 2), group_of(3)], none, config_of(2, 5))
+    _check_layers([group_of(4, 2), group_of(3)], none, config_of(2, 8, shared=3))
     for groups, found in (
         ([group_of(2, 3)], "[2, 3]"),
         ([group_of(2, 3, 4, 5)], "[2, 3, 4, 5]"),
