@@ -155,9 +155,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             offered=self._states.offered if self._states else None,
             others_fill=not is_alone(transfer),
             epochs=epochs,
-            items=VllmItems(
-                config, embeddings=settings.share_embeddings, seconds=settings.lookup_seconds
-            ),
+            items=VllmItems(config, settings) if isinstance(stores, Stores) else None,
             adapters=LoadedAdapters(config.parallel_config.world_size),
             adapted=stores.adapted if isinstance(stores, Stores) else None,
             block_size=self._vllm_config.cache_config.block_size,

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.version import __version__ as vllm_version
 
+from kvx_adapters.vllm_plugin.settings import Settings
 from kvx_core.connector.items import Item, RequestItems, TokensWithItems
 from kvx_core.model.config_values import changed, values
 from kvx_core.model.items import MIN_ITEM_TOKENS, item_digest
@@ -45,15 +46,12 @@ _IGNORED = (
 class VllmItems:
     """The items of the requests of one engine."""
 
-    def __init__(self, vllm_config: Any, *, embeddings: bool, seconds: float) -> None:
-        """embeddings: share requests with prompt embeddings
-        seconds:    a request waits no longer until its items are digested
-        """
+    def __init__(self, vllm_config: Any, settings: Settings) -> None:
         self._settings = _settings(vllm_config.model_config.multimodal_config)
         # Encoders of other processes find their items by vLLM's hash.
         self._are_encoded_elsewhere = bool(getattr(vllm_config, "ec_transfer_config", None))
-        self._embeddings = embeddings
-        self._requests = RequestItems(seconds)
+        self._embeddings = settings.share_embeddings
+        self._requests = RequestItems(settings.lookup_seconds)
         # By vLLM's hash: what the model takes, None if vLLM has called other items the same: it
         # keeps the outputs of its encoders by this name.
         self._names: dict[str, bytes | None] = {}

@@ -102,7 +102,6 @@ def gemma4(directory: Path, num_shared: int = 0) -> Path:
 
 def gemma4_that_shares(directory: Path) -> Path:
     """A Gemma 4 with two more layers, which use the keys and values of the third and the fourth."""
-    directory.mkdir()
     return gemma4(directory, num_shared=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from struct import unpack_from
 
@@ -13,7 +14,13 @@ from safetensors import safe_open
 from tests.fakes.vllm import needs_cpu_op
 from tests.vllm_plugin.conftest import Stock
 from tests.vllm_plugin.engine import EngineProcess, connector, same_tokens
-from tests.vllm_plugin.models import WINDOW, gemma4_that_shares, prompt, same_keys_and_values
+from tests.vllm_plugin.models import (
+    WINDOW,
+    gemma4,
+    gemma4_that_shares,
+    prompt,
+    same_keys_and_values,
+)
 from tests.vllm_plugin.prefill import transformers_prefills
 
 pytestmark = needs_cpu_op
@@ -107,42 +114,34 @@ def test_windows(
     same_keys_and_values(gemma, PROMPTS[:5], loads)
 
 
-def test_layers_that_share(engines: EngineProcess, tmp_path: Path) -> None:
-    """Layers that use the keys and values of others have none of their own."""
-    model = gemma4_that_shares(tmp_path / "model")
-    caching = connector(tmp_path / "store", layerwise=True)
+@pytest.mark.parametrize(
+    ("make", "layerwise"),
+    [
+        pytest.param(gemma4_that_shares, True, id="shared"),
+        pytest.param(gemma4, False, id="heads", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_are_not_alike(
+    make: Callable[[Path], Path], layerwise: bool, engines: EngineProcess, tmp_path: Path
+) -> None:
+    """Layers with a window have two small heads, the others one large one; or some have none, and
+    use those of others. All of a prompt is found, and what is loaded is what transformers computes.
+    """
+    loads, store, model = tmp_path / "loads", tmp_path / "store", tmp_path / "model"
+    loads.mkdir()
+    model.mkdir()
+    make(model)
+    caching = connector(store, layerwise=layerwise)
     with engines.engine(model, block_size=32, kv_transfer_config=caching) as engine:
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
-        assert engine.call("wait_until_saved")
     expected = [output.tokens for output in outputs]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     with engines.engine(model, block_size=64, kv_transfer_config=caching) as engine:
-        loads = tmp_path / "loads"
-        loads.mkdir()
         engine.call("keep_raw_loads", folder=str(loads))
         outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
     same_tokens(outputs, expected)
     assert [output.num_cached_tokens for output in outputs] == LOADED
     same_keys_and_values(model, PROMPTS[:5], loads)
-
-
-@pytest.mark.slow
-def test_layers_with_other_heads(gemma4: Path, engines: EngineProcess, tmp_path: Path) -> None:
-    """Layers with a window have two small heads, the others one large one: all of a prompt is
-    found, and what is loaded is what transformers computes.
-    """
-    with engines.engine(gemma4, block_size=32, kv_transfer_config=connector(tmp_path)) as engine:
-        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
-    expected = [output.tokens for output in outputs]
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-    with engines.engine(gemma4, block_size=64, kv_transfer_config=connector(tmp_path)) as engine:
-        loads = tmp_path / "loads"
-        loads.mkdir()
-        engine.call("keep_raw_loads", folder=str(loads))
-        outputs = engine.generate(PROMPTS, max_tokens=NUM_NEW)
-    same_tokens(outputs, expected)
-    assert [output.num_cached_tokens for output in outputs] == LOADED
-    same_keys_and_values(gemma4, PROMPTS[:5], loads)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 on CPU needs AVX-512")
