@@ -32,7 +32,7 @@ class Result:
 
 
 class _Worker:
-    """A process that runs cases of one subject, one after the other."""
+    """A process that runs cases, one after the other."""
 
     def __init__(self, kind: str, subject: str) -> None:
         self._scratch = tempfile.TemporaryDirectory(
@@ -52,11 +52,11 @@ class _Worker:
             self.stop()
             raise SystemExit(f"{subject} does not start: see above")
 
-    def run(self, case: Case) -> tuple[Outcome, str] | None:
+    def run(self, case: Case, subject: str) -> tuple[Outcome, str] | None:
         """How the case ended; None: the process has ended, or hangs, and is stopped."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.write(case.name + "\n")
+            self._process.stdin.write(f"{case.name} {subject}\n")
             self._process.stdin.flush()
         answer = self._answer(case.seconds)
         if answer is None:
@@ -94,16 +94,17 @@ class _Worker:
 
 
 class Runner:
-    """Runs cases of a subject in one process, until a case ends it or hangs: then in a new one."""
+    """Runs cases of a kind in one process, until a case ends it or hangs: then in a new one."""
 
-    def __init__(self, kind: str, subject: str) -> None:
-        self._of = kind, subject
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
         self._worker: _Worker | None = None
 
-    def run(self, case: Case) -> Result:
-        self._worker = self._worker or _Worker(*self._of)
+    def run(self, case: Case, subject: str) -> Result:
+        """The process imports once what several subjects of one engine import."""
+        self._worker = self._worker or _Worker(self._kind, subject)
         begun = time.monotonic()
-        answer = self._worker.run(case)
+        answer = self._worker.run(case, subject)
         if answer is None:
             answer = self._worker.why_ended()
             self._worker = None
@@ -116,6 +117,6 @@ class Runner:
 
 def run(kind: str, subject: str, cases: Iterable[Case]) -> Iterator[Result]:
     """Runs the cases of a subject; a result as each ends."""
-    with closing(Runner(kind, subject)) as runner:
+    with closing(Runner(kind)) as runner:
         for case in cases:
-            yield runner.run(case)
+            yield runner.run(case, subject)

@@ -1,7 +1,7 @@
 """The process in which cases run: `python -m kvx_conformance.worker KIND SUBJECT`.
 
-Names of cases come on standard input, one a line; for each, a line of JSON goes out. What the
-subject itself prints goes to standard error.
+A case and the subject that it is for come on standard input, one pair a line; for each, a line of
+JSON goes out. What subjects print goes to standard error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ def main(kind: str, name: str) -> None:
         sys.exit(str(error))
     print(json.dumps({"ready": True}), file=results)
     for line in sys.stdin:
-        outcome, why = outcome_of(cases[line.strip()], subject)
+        case, wanted = line.split()
+        if wanted != name:
+            if isinstance(subject, Probe):
+                subject.close()
+            name, subject = wanted, _subject(kind, wanted)
+        outcome, why = outcome_of(cases[case], subject)
         print(json.dumps({"outcome": outcome, "why": why}), file=results)
     os._exit(0)  # without waiting for processes of engines, which end with this one
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -41,11 +43,16 @@ FAULTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[runner.Runner]:
+    with closing(runner.Runner("connector")) as found:
+        yield found
+
+
 @pytest.mark.parametrize(("case", "fault"), FAULTS)
-def test_a_fault_is_found(case: str, fault: str) -> None:
+def test_a_fault_is_found(case: str, fault: str, faulty: runner.Runner) -> None:
     seconds = 120 if case == "hybrids.ranks_that_share" else 25  # of processes that start
-    cases = [replace(CASES[case], seconds=seconds)]
-    (result,) = runner.run("connector", fault, cases)
+    result = faulty.run(replace(CASES[case], seconds=seconds), fault)
     assert result.outcome not in {*GOOD, Outcome.REFUSED}, result.why
 
 

@@ -25,13 +25,13 @@ NEED_AVX512 = {  # vLLM's FP8 caches on CPU do
 
 @pytest.fixture(scope="module")
 def kvx() -> Iterator[runner.Runner]:
-    with closing(runner.Runner("connector", "kvx_conformance.connectors.kvx:Connector")) as found:
+    with closing(runner.Runner("connector")) as found:
         yield found
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kvx_passes(case: str, kvx: runner.Runner) -> None:
-    result = kvx.run(CASES[case])
+    result = kvx.run(CASES[case], "kvx_conformance.connectors.kvx:Connector")
     may_not_run = result.outcome is Outcome.NOT_APPLICABLE and case in NEED_AVX512
     assert may_not_run or result.outcome is Outcome.PASS, result.why
 
