@@ -70,7 +70,8 @@ CORE = {
     "caches": {"ops", "desc", "_c", "abi", "types", "formats", "argument_checks", "errors"},
     "snapshot": {"ops", "desc", "_c", "abi", "types", "formats", "argument_checks", "errors"},
     "stores": {"snapshot", "model", "desc", "_c", "types", "argument_checks", "errors"},
-    "connector": {"stores", "snapshot", "model", "errors"},
+    "tiers": {"stores", "_c", "argument_checks", "errors"},
+    "connector": {"tiers", "stores", "snapshot", "model", "errors"},
 }
 MOST_FILES = 25  # of a room; one that grows past it is two rooms
 GROWN = {"snapshot", "stores"}  # that have more, and get no new ones

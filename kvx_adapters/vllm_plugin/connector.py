@@ -141,7 +141,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return SchedulerHalf(
             stores=self._stores,
             boundary=self._boundary,
-            lookups=Lookups(self._boundary, seconds=settings.lookup_seconds),
+            lookups=Lookups(
+                self._boundary, threads=settings.lookup_threads, seconds=settings.lookup_seconds
+            ),
             min_tokens=settings.min_tokens,
             save_generated=settings.save_generated,
             chunk_tokens=self._stores.chunk_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from kvx_core.connector.boundary import Boundary, Guard
 from kvx_core.connector.counts import Counts
-from kvx_core.connector.plan import BlockIds, RequestId, Save, ScopedStores
+from kvx_core.connector.plan import BlockIds, RequestId, Save, Scope, ScopedStores
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.connector.writer import Writer
 from kvx_core.snapshot import Chunks, MemoryPool, Section, Snapshot, StoreError
@@ -208,8 +209,16 @@ class Saver:
         return saved
 
     def shutdown(self) -> bool:
-        """Waits at most shutdown_seconds until all files are written. Returns True if all are."""
-        return self._writer.threads.shutdown(self._settings.shutdown_seconds)
+        """Waits at most shutdown_seconds until all files are written, and copied to all tiers.
+
+        Returns True if all are.
+        """
+        until = time.monotonic() + self._settings.shutdown_seconds
+        is_written = self._writer.threads.shutdown(self._settings.shutdown_seconds)
+        with suppress(StoreError):  # the store was broken from the start
+            left = max(0.0, until - time.monotonic())
+            return self._stores[Scope()].settle(left) and is_written
+        return is_written
 
     def _reserve(self, save: Save) -> _Copied:
         """Reserves memory for the chunks of a save that are not stored yet. Copies nothing."""

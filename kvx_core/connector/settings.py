@@ -20,11 +20,14 @@ from kvx_core.snapshot import (
 )
 from kvx_core.snapshot.secrets import Secrets, secret_of_variable
 from kvx_core.stores.access import check_access
+from kvx_core.stores.blob_store import BlobStore
 from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import MIN_CHUNK_TOKENS, MOST_CHUNK_TOKENS, read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
+from kvx_core.tiers import Tiered, Tiers
+from kvx_core.tiers.levels import check_levels, directory_of
 
 
 class StoreSettings(BaseModel):
@@ -32,7 +35,9 @@ class StoreSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path  # the store's directory; made if it does not exist
+    path: Path | None = None  # the store's directory; made if it does not exist
+    # In place of `path`: levels of the store, such as ["memory:8GB", "/nvme/kvx", "s3://bucket/kvx"]
+    tiers: tuple[str, ...] | None = Field(default=None, validate_default=True)
     fingerprint: str | None = None  # replaces the digest of the model's files
     fingerprint_sampling: bool = False  # digest only 4 KiB of each tensor
     chunk_tokens: int | None = Field(
@@ -58,6 +63,7 @@ class StoreSettings(BaseModel):
     )  # copied and not yet written; above it saves are dropped
     lookup_seconds: float = Field(default=1.0, ge=0)  # after it a prompt is computed
     fresh_seconds: float = Field(default=0.25, ge=0)  # how long memory answers for the disk
+    tier_seconds: float = Field(default=5.0, gt=0)  # a call to an object store fails after it
     shutdown_seconds: float = Field(default=60.0, ge=0)  # after it files stay unwritten
 
     @field_validator("max_bytes", "max_pending_bytes", mode="before")
@@ -74,6 +80,18 @@ class StoreSettings(BaseModel):
         if paths in ([], ()):
             raise ValueError("expected a path, or a list of them: [new, old]")
         return paths
+
+    @field_validator("tiers")
+    @classmethod
+    def _or_a_path(
+        cls, tiers: tuple[str, ...] | None, info: ValidationInfo
+    ) -> tuple[str, ...] | None:
+        if "path" in info.data and (tiers is None) == (info.data["path"] is None):
+            found = "neither path nor tiers is" if tiers is None else "path and tiers are both"
+            raise ValueError(f"{found} set, expected one of them")
+        if tiers is not None:
+            Tiers.parse(tiers)
+        return tiers
 
     @field_validator("format")
     @classmethod
@@ -100,12 +118,13 @@ class StoreSettings(BaseModel):
         A store that an earlier version of KVX made without a limit stays without a limit.
         Raises InvalidArgumentError, StoreError.
         """
-        directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
+        blobs = self._blobs()
+        directory = directory_of(blobs)
         key, encryption_key = self._keys()
-        if self.max_bytes is None and read_config(directory) is None:
+        if directory is not None and self.max_bytes is None and read_config(blobs) is None:
             directory.max_bytes = max(directory.free_bytes() // 2, 1)
         store = PrefixStore(
-            directory,
+            blobs,
             fingerprint=fingerprint,
             num_layers=num_layers,
             total_kv_heads=total_kv_heads,
@@ -121,10 +140,26 @@ class StoreSettings(BaseModel):
             state_heads=state_heads,
         )
         store.index.fresh_seconds = self.fresh_seconds
-        config = read_config(directory, Secrets.of(key, encryption_key))
-        if self.max_bytes is None and config is not None:  # another engine may have made the store
-            directory.max_bytes = config.max_bytes
+        config = read_config(blobs, Secrets.of(key, encryption_key))
+        if config is not None:
+            check_levels(blobs, config)
+            if directory is not None and self.max_bytes is None:  # another engine may have made it
+                directory.max_bytes = config.max_bytes
         return store
+
+    def _blobs(self) -> BlobStore:
+        """Returns where the store's files are. Raises InvalidArgumentError."""
+        levels = self._tiers.open(self.max_bytes, group=self.group, deadline=self.tier_seconds)
+        return levels[0] if len(levels) == 1 else Tiered(levels)
+
+    @property
+    def lookup_threads(self) -> int:
+        """Threads for lookups: in an object store each waits for several round trips."""
+        return 16 if self._tiers.url else 2
+
+    @property
+    def _tiers(self) -> Tiers:
+        return Tiers.parse([str(self.path)] if self.tiers is None else self.tiers)
 
     def _keys(self) -> tuple[list[bytes] | None, list[bytes] | None]:
         """Returns the keys that sign and the keys that encrypt. In each list the first key writes.
@@ -149,27 +184,38 @@ class StoreSettings(BaseModel):
         the contents of the store. Raises InvalidArgumentError for settings that can never work.
         """
         Secrets.of(*self._keys())
-        directory = Directory(self.path.expanduser(), self.max_bytes, group=self.group)
-        check_access(directory, writes=writes)
+        directory = directory_of(self._blobs())
+        if directory is not None:
+            check_access(directory, writes=writes)
 
     def told(self, fingerprint: str, chunk_tokens: int) -> str:
         """Returns a log line for the start of an engine: where its prefixes go."""
-        directory = Directory(self.path.expanduser().absolute())
-        path = directory.root
-        try:
-            max_bytes = self._limit_of(directory)
-            limit = "no limit" if max_bytes is None else f"at most {max_bytes / 1e9:.1f} GB"
-            free = f"{directory.free_bytes() / 1e9:.1f} GB"
-        except StoreError as error:
-            limit, free = "limit unknown", f"unknown ({error})"
+        tiers = self._tiers
+        places = [] if tiers.memory is None else [f"memory ({tiers.memory / 1e9:.1f} GB)"]
+        limits = ""
+        if tiers.path is not None:
+            directory = Directory(tiers.path.absolute())
+            places.append(str(directory.root))
+            try:
+                max_bytes = self._limit_of(directory)
+                limit = "no limit" if max_bytes is None else f"at most {max_bytes / 1e9:.1f} GB"
+                free = f"{directory.free_bytes() / 1e9:.1f} GB"
+            except StoreError as error:
+                limit, free = "limit unknown", f"unknown ({error})"
+            limits = f", {limit}, free there: {free}"
+        if tiers.url:
+            places.append(tiers.url)
         return (
-            f"KVX keeps prefixes in {path}: model {fingerprint[:12]}, chunks of {chunk_tokens} "
-            f"tokens, {limit}, free there: {free}"
+            f"KVX keeps prefixes in {', '.join(places)}: model {fingerprint[:12]}, chunks of "
+            f"{chunk_tokens} tokens{limits}"
         )
 
     def limit_warning(self) -> str:
-        """Returns a warning for the log if the store has no limit, else ""."""
-        directory = Directory(self.path.expanduser().absolute())
+        """Returns a warning for the log if the directory has no limit, else ""."""
+        path = self._tiers.path
+        if path is None:
+            return ""
+        directory = Directory(path.absolute())
         with suppress(StoreError):
             if read_config(directory) is not None and self._limit_of(directory) is None:
                 return (

@@ -60,6 +60,9 @@ class BlobStore(ABC):
     root: Path | None = None  # the directory of the files; None: they are not in a directory
     max_bytes: int | None = None  # the limit for all files together; None: no limit
     usage: Usage | None = None  # counts files and bytes; None: nobody counts them
+    is_far: bool = False  # True: a call takes milliseconds
+    has_use_of_hints: bool = False  # True: `expect` does something
+    is_volatile: bool = False  # True: even durable files do not survive a failure of the machine
 
     @abstractmethod
     def put(self, name: str, write: Write, *, durable: bool = True) -> bool:
@@ -121,6 +124,21 @@ class BlobStore(ABC):
         """
         return None
 
+    def expect(self, names: Sequence[str], num_bytes: int | None = None) -> None:  # noqa: B027
+        """Says that the caller is going to ask for these files, in this order and soon.
+
+        Does nothing unless `has_use_of_hints`: then the store gets them together, ahead of the
+        caller. Raises nothing.
+        num_bytes: the caller fetches so many first bytes of each file; None: all bytes
+        """
+
+    def settle(self, seconds: float) -> bool:
+        """Waits until each file that was put is in all places where it belongs.
+
+        Returns False if some are not after so many seconds.
+        """
+        return True
+
     def put_all(
         self, files: Sequence[tuple[str, Write]], num_bytes: int = 0, *, durable: bool = True
     ) -> list[Put]:
@@ -152,6 +170,10 @@ class BlobStore(ABC):
         if file is not None:
             file.close()
         return file is not None
+
+    def are_there(self, names: Sequence[str]) -> list[bool]:
+        """Returns for each name what `is_there` returns. Raises StoreError."""
+        return [self.is_there(name) for name in names]
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
         """Returns the content of a small file, None if it does not exist. Marks it as used now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
@@ -56,6 +56,30 @@ class Entries:
             return False
         self.index.found_good(name)
         return True
+
+    @property
+    def are_far(self) -> bool:
+        """True if it pays to call `expect` and `num_first` before `is_good`."""
+        return self.blobs.is_far
+
+    def expect(self, space: str, keys: Iterable[str], kinds: Sequence[Kind], tokens: int) -> None:
+        """Says that the caller is going to ask `is_good` of these keys and kinds, in this order.
+
+        tokens: the most tokens that the entries have
+        """
+        names = [entry_name(space, key, kind.id) for key in keys for kind in kinds]
+        if names:
+            head = max(kind.layout(tokens).head.num_bytes for kind in kinds)
+            self.blobs.expect(names, head)
+
+    def num_first(self, space: str, keys: Sequence[str], kind: Kind) -> int:
+        """Returns how many of the first files exist, asking for all of them at once."""
+        try:
+            found = self.blobs.are_there([entry_name(space, key, kind.id) for key in keys])
+        except StoreError as error:
+            self.index.failed(error)
+            return 0
+        return found.index(False) if False in found else len(found)
 
     def is_there(self, name: str) -> bool:
         """True if the file exists. Marks it as used now. Raises StoreError."""
@@ -157,6 +181,7 @@ class CachedEntries:
 
     index: Index
     marks: Marks
+    are_far = False
 
     def is_good(self, space: str, key: str, kind: Kind, num_tokens: int) -> bool:
         name = entry_name(space, key, kind.id)

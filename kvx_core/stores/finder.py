@@ -15,7 +15,11 @@ from kvx_core.stores.entries import CachedEntries, Entries
 from kvx_core.stores.index import NotCached
 from kvx_core.stores.kinds import Kinds
 from kvx_core.stores.names import RUNGS, Ids, entry_name, key_of
+from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.windows import ALL
+
+_AHEAD_STEP = 16  # chunks between those that a lookup in a far store asks for first
+_MOST_AHEAD = 4096  # chunks that it asks for together
 
 
 class Found(NamedTuple):
@@ -45,6 +49,32 @@ class Finder:
     def num_corrupt(self) -> int:
         """The number of corrupt files that any thread has come across so far."""
         return self.entries.index.num_corrupt
+
+    def look_ahead(self, chain: TokenChain, start: int, num_tokens: int) -> None:
+        """Has a store that is far asked for the full chunks of a prompt from token `start` on,
+        before `longest` is called for one after the other: in two round trips for any number.
+
+        The first asks for every sixteenth chunk, the second for all up to where those end.
+        """
+        if isinstance(self.entries, CachedEntries) or not self.entries.are_far:
+            return
+        if not self.kinds.all:
+            self.kinds.refresh()
+        first, last = start // chain.chunk_tokens, num_tokens // chain.chunk_tokens
+        keys = [chain.node(i + 1) for i in range(first, min(last, first + _MOST_AHEAD))]
+        best, space = self.kinds.tokens.best, self.kinds.record.name
+        if not best or not keys:
+            return
+        steps = self.entries.num_first(space, keys[::_AHEAD_STEP], best[0])
+        self.entries.expect(space, keys[: steps * _AHEAD_STEP], best, chain.chunk_tokens)
+
+    def look_back(self, chain: TokenChain, num_chunks: int) -> None:
+        """Has a store that is far asked for the states at the ends of a match's last chunks."""
+        best = self.kinds.states.best
+        if isinstance(self.entries, CachedEntries) or not self.entries.are_far or not best:
+            return
+        nodes = [chain.node(i) for i in range(num_chunks, max(0, num_chunks - _MOST_AHEAD), -1)]
+        self.entries.expect(self.kinds.record.name, nodes, best, chain.chunk_tokens)
 
     def longest(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, repeat
@@ -277,6 +277,8 @@ class _Load:
         self._nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
         if not any(null.may_be_any for null in self._nulls):
             self._takes = (True,) * len(self._nulls)
+        if self.of.entries.blobs.has_use_of_hints:
+            self.of.entries.blobs.expect([name for span in spans for name in self._taken(span)])
         left, room, other = deque(spans), self.new_room(), None
         batch = self._begin(left, room)
         try:
@@ -294,6 +296,13 @@ class _Load:
             raise
         finally:
             batch.job.stop()  # until then, helpers may write to the room
+
+    def _taken(self, span: StoredSpan) -> list[str]:
+        """Returns the files of a span that sections take layers from."""
+        with suppress(StoreError):
+            files = [(name, self.of.file(name)[1]) for name in span.names]
+            return [name for name, kind in files if any(_meet(kind, s) for s in self.sections)]
+        return []
 
     def _begin(self, left: deque[StoredSpan], room: Room) -> _Batch:
         """Returns a batch of the next spans that fit into the room together, removed from `left`.

@@ -293,6 +293,9 @@ class Marks:
         def read(length: int, rung: str) -> Mark | None:
             return self.read(space, rung, chunk_tokens, length)
 
+        if self._blobs.is_far:
+            names = [mark_name(space, rung) for _, rung in rungs(parent, rest, chunk_tokens)]
+            self._blobs.expect(names, most_bytes(chunk_tokens) + 1)
         return candidates(read, parent, rest, chunk_tokens)
 
     def publish_all(

@@ -219,9 +219,8 @@ class PrefixStore:
 
     @takes(precision=arguments.PRECISION)
     def carry(self, precision: Precision) -> None:
-        """Makes all that is captured from now on count as at most this precise.
-
-        A process that gets tokens from another process passes the `carried` of that process.
+        """Makes all that is captured from now on count as at most this precise: the `carried` of
+        another process, whose tokens this one has got.
         """
         self._carried.take(precision)
 
@@ -416,9 +415,8 @@ class PrefixStore:
     def commit(self, snapshot: Snapshot) -> int:
         """Stores a snapshot that `capture` of this store returned. Any thread may call it.
 
-        Returns the bytes of its file; 0 if the file existed already. snapshot.cache_bytes is what K
-        and V take without a format. Shorter entries whose tokens it begins with are deleted
-        half a minute later, by the next commits.
+        Returns the bytes of its file; 0 if the file existed already. Shorter entries whose tokens
+        it begins with are deleted half a minute later, by the next commits.
         Raises StoreError if nothing was stored.
         """
         (stored,) = self.commit_all([snapshot])
@@ -430,17 +428,19 @@ class PrefixStore:
     def commit_all(self, snapshots: Sequence[Snapshot]) -> list[int | StoreError]:
         """Commits several snapshots. Returns for each what `commit` returns or raises.
 
-        On a disk of this machine they are synced together, in a fraction of the time. All files are
-        open at once: more than 64 are no quicker.
+        On a disk of this machine they are synced together; more than 64 are no quicker.
         """
         commits = Commits(self._entries, self._kinds, self._stale_entries, self.chunk_tokens)
         return commits.commit_all(snapshots)
 
+    def settle(self, seconds: float) -> bool:
+        """Waits until all that was stored is on all tiers: see BlobStore.settle."""
+        return self._blobs.settle(seconds)
+
     @property
     def used(self) -> Used:
-        """The counts in memory of the directory's files, those of other models included.
-
-        Used() for blobs that do not count. Stores made by `salted` have the same counts.
+        """The counts in memory of the directory's files, those of other models included; Used() for
+        blobs that do not count. Stores made by `salted` have the same counts.
         """
         return Used() if self._blobs.usage is None else self._blobs.usage.now
 

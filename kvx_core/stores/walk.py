@@ -67,10 +67,14 @@ class Walk:
         Raises what the finder raises: NotCached if the finder asks memory alone. The walk can then
         go on with another finder.
         """
+        if self._goes_on:
+            finder.look_ahead(self.chain, self._at, self.num_tokens)
         while not self.is_over:
             if self._goes_on:
                 self._goes_on = self._take(finder)
                 self._left = len(self._spans) if self.has_states else 0
+                if self._left and not self._goes_on:
+                    finder.look_back(self.chain, self._at // self.chain.chunk_tokens)
             elif self._left:
                 self._look_back(finder)
             if not (self._goes_on or self.has_states):

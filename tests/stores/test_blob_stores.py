@@ -11,11 +11,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import obstore
 import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores import BlobStore, beneath
 from kvx_core.stores.blob_store import Write
+from kvx_core.tiers import MemoryStore, ObjectStore, Tiered
 from tests.descriptors import open_files
 from tests.stores_memory import InMemory, OnlyDefaults
 
@@ -26,7 +28,20 @@ STORES: dict[str, Callable[[Path], BlobStore]] = {
     "directory-with-a-limit": lambda root: Directory(root, max_bytes=1 << 30),
     "in-memory": lambda root: InMemory(),
     "defaults": OnlyDefaults,
+    "objects": lambda root: objects(),
+    "one-tier": lambda root: Tiered([objects()]),
+    "memory-and-disk": lambda root: Tiered([volatile(root), Directory(root)]),
+    "disk-and-objects": lambda root: Tiered([Directory(root), objects()]),
+    "memory-and-objects": lambda root: Tiered([volatile(root), objects()]),
 }
+
+
+def objects() -> ObjectStore:
+    return ObjectStore("memory://bucket", client=obstore.store.MemoryStore())
+
+
+def volatile(root: Path) -> MemoryStore:
+    return MemoryStore("root", 1 << 20, folder=root.parent)
 
 
 @pytest.fixture(params=STORES)

@@ -404,7 +404,7 @@ def test_pools_that_are_refused(serve: Factory, pool: torch.Tensor, sentence: st
     [
         (None, "TRTLLM_KVX: Invalid JSON"),
         ("[]", "TRTLLM_KVX: Input should be an object"),
-        ("{}", "TRTLLM_KVX.path: Field required"),
+        ("{}", "TRTLLM_KVX.tiers: Value error, neither path nor tiers is set"),
         ('{"path": "x", "colour": 1}', "TRTLLM_KVX.colour: Extra inputs are not permitted"),
         ('{"path": "x", "min_tokens": 0}', "TRTLLM_KVX.min_tokens: Input should be greater than"),
     ],

@@ -896,7 +896,7 @@ def test_a_path_is_all_that_settings_need() -> None:
 
     leads_out(
         WayOut(
-            "kv_connector_extra_config.path: ... KVXConnector needs at least {'path': "
+            "kv_connector_extra_config.tiers: ... KVXConnector needs at least {'path': "
             "'/the/stores/directory'}",
             read,
             lambda: read(path="/the/stores/directory"),
