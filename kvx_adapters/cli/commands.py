@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import kvx_core
-from kvx_adapters.cli import store, store_copies, store_explain
+from kvx_adapters.cli import store, store_copies, store_explain, store_places
 
 app = typer.Typer(
     help="KVX: one description and one copy engine for paged KV caches.",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 store_copies.add_to(store.app)
 store_explain.add_to(store.app)
+store_places.add_to(store.app)
 app.add_typer(store.app, name="store")
 
 

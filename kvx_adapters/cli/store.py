@@ -33,7 +33,7 @@ from kvx_adapters.cli.store_options import (
 )
 from kvx_core import InvalidArgumentError
 from kvx_core.errors import printable
-from kvx_core.stores import CorruptError
+from kvx_core.stores import CorruptError, Directory
 from kvx_core.stores.inventory import Inventory, num_bytes_of
 from kvx_core.stores.stored_kind import StoredFile, StoredKind
 from kvx_core.stores.stored_space import Space
@@ -161,7 +161,7 @@ def _verify(
                     num_good += 1
                 else:
                     group = bad if isinstance(error, CorruptError) else unknown
-                    group.append((file, str(error).removeprefix(f"{found.directory.root}/")))
+                    group.append((file, str(error).removeprefix(f"{found.where}/")))
         if delete:
             for _ in found.delete(file for file, _ in bad):
                 pass
@@ -214,8 +214,8 @@ def _trim(
             chosen.append(file)
             left -= file.num_bytes
         _delete(found, chosen, dry_run=dry_run, as_json=as_json)
-        if not dry_run:
-            found.directory.trim()
+        if not dry_run and isinstance(found.blobs, Directory):
+            found.blobs.trim()
 
 
 @app.command("rm")
@@ -397,7 +397,7 @@ def _totals(found: Inventory) -> dict[str, Any]:
     now, used = time.time(), [file.used for space in spaces for file in space.entries]
     tokens = [found.tokens(space, read=True) for space in spaces]
     return {
-        "path": str(found.directory.root.absolute()),
+        "path": found.where if found.blobs.root is None else str(found.blobs.root.absolute()),
         "chunk_tokens": found.config.chunk_tokens,
         "max_bytes": found.config.max_bytes,
         "is_encrypted": found.config.is_encrypted,
@@ -413,7 +413,7 @@ def _totals(found: Inventory) -> dict[str, Any]:
             space.num_entries - len(each) for space, each in zip(spaces, tokens, strict=True)
         ),
         "bytes": found.num_bytes,
-        "free_bytes": found.directory.free_bytes(),
+        "free_bytes": found.blobs.free_bytes() if isinstance(found.blobs, Directory) else None,
         "num_unread_records": sum(bool(space.reason) for space in spaces)
         + sum(bool(kind.reason) for space in spaces for kind in space.kinds.values()),
         "num_other_files": found.num_other_files,

@@ -23,6 +23,7 @@ from kvx_adapters.cli.store_options import (
     StorePath,
     errors,
     opened,
+    place_of,
     secrets_of,
     size_text,
     steps,
@@ -121,19 +122,22 @@ def _import(
         if not folder.is_dir():
             raise StoreError(f"FOLDER is {folder}, expected what `kvx store export` writes")
         folders = folders_of(folder)
-        if chunk_tokens is None and not path.exists():
+        place = place_of(path)
+        if chunk_tokens is None and place.root is not None and not place.root.exists():
             raise StoreError(
                 f"PATH is {path}, expected the directory of a store. To make one: --chunk-tokens"
             )
         if chunk_tokens is None:
             opened(path, secrets)
-        directory = Directory(path, group=_group(path))
-        config = stored_config(directory, secrets, chunk_tokens, chunk_tokens or 0)
+        if place.root is not None:
+            place = Directory(place.root, group=_group(place.root))
+        config = stored_config(place, secrets, chunk_tokens, chunk_tokens or 0)
         if config is None:
             raise StoreError(f"PATH is {path}, expected a directory that this user can write to")
-        directory.max_bytes = config.max_bytes
+        if isinstance(place, Directory):
+            place.max_bytes = config.max_bytes
         imports = [
-            Import(directory, secrets, config.chunk_tokens, each, takes_unsigned=unsigned)
+            Import(place, secrets, config.chunk_tokens, each, takes_unsigned=unsigned)
             for each in folders
         ]
         results = []

@@ -19,13 +19,18 @@ from kvx_core import InvalidArgumentError, KvxError
 from kvx_core.errors import printable
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import Directory, StoreError, read_key
+from kvx_core.stores.blob_store import ListedStore
 from kvx_core.stores.inventory import Inventory
+from kvx_core.tiers import ObjectStore, Tiers
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SETTING, _OPTION = "Give the key: encryption_key_files", "Give the key: --encryption-key-file"
 _SAID = 5  # folders in a warning
+_SECONDS = 60.0  # for a call to an object store
 
-StorePath = Annotated[Path, typer.Argument(help="The directory: `path` of the connector.")]
+StorePath = Annotated[
+    str, typer.Argument(help="The directory, or s3://bucket/prefix: a tier of the connector.")
+]
 KeyFiles = Annotated[
     list[Path] | None,
     typer.Option(
@@ -51,17 +56,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")]
 
 
-def opened(path: Path, secrets: Secrets | None = None) -> Inventory:
+def place_of(path: str) -> ListedStore:
+    """The place that PATH names: a directory, or an object store. Raises InvalidArgumentError."""
+    if "://" not in path:
+        return Directory(Path(path))
+    return ObjectStore(Tiers.parse([path]).url, deadline=_SECONDS)
+
+
+def opened(path: str, secrets: Secrets | None = None) -> Inventory:
     """What a store has. Says on the error stream which folders cannot be read.
 
     Raises InvalidArgumentError, StoreError.
     """
-    if not path.is_dir():
+    place = place_of(path)
+    if place.root is not None and not place.root.is_dir():
         raise StoreError(
             f"PATH is {path}, expected the directory of a store: `path` of the connector's settings"
         )
     with Console(stderr=True).status("reading the names of files"):
-        found = Inventory(Directory(path), secrets)
+        found = Inventory(place, secrets)
     if found.unread:
         num, more = len(found.unread), "" if len(found.unread) <= _SAID else ", ..."
         folders = printable(", ".join(found.unread[:_SAID]))

@@ -17,6 +17,7 @@ from kvx_core._c.os_files import OpenFile, first_bytes, write_all
 from kvx_core.argument_checks import instance
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.snapshot import CorruptError, StoreError
+from kvx_core.stores.eviction import File
 from kvx_core.stores.usage import Usage
 
 if TYPE_CHECKING:
@@ -201,6 +202,19 @@ class BlobStore(ABC):
     def path_of(self, name: str) -> str:
         """Returns the path of a file for messages; its name if the store has no root."""
         return name if self.root is None else f"{self.root}/{name}"
+
+
+class ListedStore(BlobStore):
+    """A BlobStore that lists its files, for operators."""
+
+    @abstractmethod
+    def files(self, unread: list[str] | None = None) -> list[File]:
+        """Returns the time of last use, bytes and name of each file, the least recently used first.
+        Leaves out files directly in the top folder.
+
+        unread: a list to which each folder that cannot be read is appended, with the reason
+        Times are in seconds since 1970. Raises StoreError.
+        """
 
 
 def check_name(name: str) -> None:

@@ -26,7 +26,7 @@ from kvx_core.stores.beneath import (
     open_beneath,
     remove_beneath,
 )
-from kvx_core.stores.blob_store import MAX_WORDS, BlobStore, Put, Write, check_name, is_word
+from kvx_core.stores.blob_store import MAX_WORDS, ListedStore, Put, Write, check_name, is_word
 from kvx_core.stores.eviction import File, evictable, is_entry, lone_records
 from kvx_core.stores.new_files import NewFiles, Written
 from kvx_core.stores.pace import Pace
@@ -61,7 +61,7 @@ _WAYS_OUT = {
 }
 
 
-class Directory(BlobStore):
+class Directory(ListedStore):
     """A BlobStore in a directory, which threads, processes and machines may share.
 
     A file gets its name when it is complete and on the disk; until then it lies in the folder
@@ -283,12 +283,8 @@ class Directory(BlobStore):
         return left
 
     def files(self, unread: list[str] | None = None) -> list[File]:
-        """Returns the time of last use, bytes on the disk and name of each file, the least recently
-        used first. Leaves out files directly in the root.
-
-        unread: a list to which each folder that cannot be read is appended, with the reason
-        Times are in seconds since 1970. Deletes nothing. Returns an empty list if the directory
-        does not exist. Raises StoreError.
+        """Does what ListedStore.files says; bytes are those on the disk. Returns an empty list if
+        the directory does not exist.
         """
         return self._listed("listed", unread=unread)[0]
 

@@ -18,7 +18,7 @@ from kvx_core.snapshot import StoreError
 from kvx_core.snapshot.chunk_file import ChunkFile, said_tokens
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
-from kvx_core.stores.blobs import Directory
+from kvx_core.stores.blob_store import ListedStore
 from kvx_core.stores.names import (
     is_key,
     is_mark,
@@ -69,18 +69,18 @@ def num_bytes_of(text: object, name: str = "size") -> int:
 
 
 class Inventory(StoreReader):
-    """The files of a directory at one moment: other processes may write and delete files later."""
+    """The files of a store at one moment: other processes may write and delete files later."""
 
-    def __init__(self, directory: Directory, secrets: Secrets | None = None) -> None:
+    def __init__(self, blobs: ListedStore, secrets: Secrets | None = None) -> None:
         """Takes the arguments of StoreReader, and raises its errors."""
-        super().__init__(directory, secrets)
+        super().__init__(blobs, secrets)
         self.num_other_files = 0  # files that are not KVX's
         self.unread: list[str] = []  # folders that cannot be read, each with the reason
         self._spaces: dict[str, Space] = {}
         self._kinds: dict[str, Kind | str] = {}  # by id; a str says why a kind is unusable
         self._kind_bytes = 0
         self._lengths: dict[str, Lengths] = {}  # by the id of the kind
-        for used, num_bytes, name in directory.files(self.unread):
+        for used, num_bytes, name in blobs.files(self.unread):
             file = StoredFile(name, num_bytes, used)
             if not self._take(file):
                 self.num_other_files += 1
@@ -194,10 +194,17 @@ class Inventory(StoreReader):
             self._lengths[kind.id] = Lengths(kind.kind, self.config.chunk_tokens)
         return self._lengths.get(kind.id)
 
+    def _exists(self, name: str) -> bool:
+        if self.blobs.root is None:
+            return self.blobs.is_there(name)
+        return os.path.lexists(self.blobs.root / name)
+
     def _length(self, file: StoredFile) -> int:
         """Returns the length of a file in bytes; 0 if the file is gone."""
+        if self.blobs.root is None:
+            return file.num_bytes
         try:
-            return os.lstat(f"{self.directory.root}/{file.name}").st_size
+            return os.lstat(f"{self.blobs.root}/{file.name}").st_size
         except OSError:
             return 0
 
@@ -293,7 +300,7 @@ class Inventory(StoreReader):
                 try:
                     check_file(self, space, file)
                 except StoreError as error:
-                    if os.path.lexists(self.directory.root / file.name):
+                    if self._exists(file.name):
                         yield file, error
                 else:
                     yield file, None
@@ -301,7 +308,7 @@ class Inventory(StoreReader):
     def delete(self, files: Iterable[StoredFile]) -> Iterator[StoredFile]:
         """Deletes files one by one. Yields each file after it is deleted. Raises StoreError."""
         for file in files:
-            self.directory.delete(file.name)
+            self.blobs.delete(file.name)
             yield file
 
 

@@ -1,4 +1,4 @@
-"""StoreReader: reads files of a prefix store's directory without marking them as used."""
+"""StoreReader: reads files of a prefix store without marking those on a disk as used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvx_core.snapshot.chunk_file import ChunkFile, open_chunk
 from kvx_core.snapshot.kind import Kind
 from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores.beneath import FILE, open_beneath
-from kvx_core.stores.blobs import Directory
+from kvx_core.stores.blob_store import ListedStore
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.names import model_record
 from kvx_core.stores.space import MAX_BYTES
@@ -26,34 +26,45 @@ from kvx_core.stores.stored_space import Space
 class StoreReader:
     """Opens and reads files of a store, after a check of kvx-store.json."""
 
-    def __init__(self, directory: Directory, secrets: Secrets | None = None) -> None:
+    def __init__(self, blobs: ListedStore, secrets: Secrets | None = None) -> None:
         """secrets: the keys that files are signed and encrypted with. Without them, the reader can
                  read records, but no file that needs a key
 
-        Raises StoreError if `directory` holds no store of this format, or a store that has other
+        Raises StoreError if `blobs` holds no store of this format, or a store that has other
         keys or cannot be read.
         """
-        self.directory, self.secrets = directory, secrets or Secrets()
+        self.blobs, self.secrets = blobs, secrets or Secrets()
         self.config = self._config()
 
     def _config(self) -> StoreConfig:
         has_keys = self.secrets.is_keyed or self.secrets.is_encrypted
-        config = read_config(self.directory, self.secrets if has_keys else None)
+        config = read_config(self.blobs, self.secrets if has_keys else None)
         if config is None:
-            root = self.directory.root
             raise StoreError(
-                f"{root} is no store: it has no kvx-store.json, which the first engine writes. "
-                "Expected `path` of the connector's settings"
+                f"{self.where} is no store: it has no kvx-store.json, which the first engine "
+                "writes. Expected `path` of the connector's settings"
             )
         return config
+
+    @property
+    def where(self) -> str:
+        """The place of the store, for people."""
+        if self.blobs.root is None:
+            return self.blobs.path_of("").rstrip("/")
+        return str(self.blobs.root)
 
     def opened(self, name: str) -> BinaryIO:
         """Opens a regular file, unbuffered, and keeps its time of last use.
 
         Raises StoreError if the file does not exist (any more) or cannot be read.
         """
+        if self.blobs.root is None:
+            found = self.blobs.open(name)
+            if found is None:
+                raise StoreError(f"{name} cannot be read: it does not exist")
+            return found
         try:
-            root = os.open(self.directory.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            root = os.open(self.blobs.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 handle = open_beneath(root, name, FILE)
             finally:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.stores.blob_store import is_word
+from kvx_core.stores.eviction import File
 from kvx_core.tiers.remote import First, RemoteStore
 
 SCHEMES = ("s3", "gs", "az")
@@ -101,6 +102,13 @@ class ObjectStore(RemoteStore):
         words = [path.rstrip("/").rpartition("/")[2] for path in paths]
         return [word for word in words if is_word(word)][:_MOST_NAMES]
 
+    def _call_files(self) -> list[File]:
+        return [
+            (each["last_modified"].timestamp(), each["size"], each["path"])
+            for some in self._calls.list(self._client)
+            for each in some
+        ]
+
     def _call_delete(self, name: str) -> None:
         with suppress(*self._absent):
             self._calls.delete(self._client, name)
@@ -113,7 +121,7 @@ def _obstore() -> ModuleType:
         import obstore.store
     except ImportError:
         raise InvalidArgumentError(
-            "a store in an object store needs the package obstore: pip install 'kvx[s3]'"
+            "a store in an object store needs the package obstore: pip install 'obstore>=0.12'"
         ) from None
     module: ModuleType = obstore
     return module

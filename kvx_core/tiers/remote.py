@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 from kvx_core._c.os_files import OpenFile, ReadFile, write_all
 from kvx_core.errors import CorruptError, StoreError
-from kvx_core.stores.blob_store import BlobStore, Content, Put, Write, check_name
+from kvx_core.stores.blob_store import Content, ListedStore, Put, Write, check_name
+from kvx_core.stores.eviction import File
 from kvx_core.tiers.breaker import Breaker
 
 if TYPE_CHECKING:
@@ -46,14 +47,14 @@ class _Asked(NamedTuple):
     first: Future[First | None]
 
 
-class RemoteStore(BlobStore):
+class RemoteStore(ListedStore):
     """A BlobStore whose calls take milliseconds, and may fail.
 
     A call ends after about `deadline` seconds. After one has failed, all calls fail at once until
     the store answers again. Files are got whole, or their first bytes are. Times of use are not
     kept, and nothing is trimmed: a level above, or a rule of the server, decides what stays.
 
-    Subclasses define the five calls whose names begin with "_call". Threads call them at the same
+    Subclasses define the six calls whose names begin with "_call". Threads call them at the same
     time. They raise an error in `failures` when the store does not answer as it should.
     """
 
@@ -86,6 +87,10 @@ class RemoteStore(BlobStore):
     @abstractmethod
     def _call_names(self, folder: str) -> list[str]:
         """Does what BlobStore.names says."""
+
+    @abstractmethod
+    def _call_files(self) -> list[File]:
+        """Returns the time when it was put, bytes and name of each file, in any order."""
 
     @abstractmethod
     def _call_delete(self, name: str) -> None:
@@ -162,6 +167,11 @@ class RemoteStore(BlobStore):
                 self._listed.clear()
             self._listed[folder] = time.monotonic(), tuple(found)
         return found
+
+    def files(self, unread: list[str] | None = None) -> list[File]:
+        """Does what ListedStore.files says; times are those when files were put."""
+        found = self._called("", "listed", self._call_files)
+        return sorted(each for each in found if "/" in each[2])
 
     def delete(self, name: str) -> None:
         """Does what BlobStore.delete says."""

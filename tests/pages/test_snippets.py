@@ -111,6 +111,11 @@ TESTS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
         "python": (4, ("tests/adapters/test_tgi_docs.py",)),
         "text": (1, ("tests/adapters/test_tgi_docs.py",)),
     },
+    "docs/tiers.md": {
+        "json": (1, ("tests/tiers/test_levels.py",)),
+        "python": (1, ("tests/tiers/test_levels.py",)),
+        "sh": (1, (COMMANDS,)),
+    },
     "docs/transformers.md": {"python": (10, ("tests/adapters/test_transformers_docs.py",))},
     "docs/vllm.md": {
         "": (5, (COMMANDS,)),

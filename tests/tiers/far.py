@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from threading import Lock
 
+from kvx_core.stores.eviction import File
 from kvx_core.tiers.breaker import Breaker
 from kvx_core.tiers.remote import First, RemoteStore
 
@@ -56,6 +57,10 @@ class Far(RemoteStore):
         above = f"{folder}/" if folder else ""
         found = (name[len(above) :] for name in list(self.files) if name.startswith(above))
         return list({name.partition("/")[0] for name in found})
+
+    def _call_files(self) -> list[File]:
+        self._call("files")
+        return [(0.0, len(data), name) for name, data in self.files.items()]
 
     def _call_delete(self, name: str) -> None:
         self._call("delete")

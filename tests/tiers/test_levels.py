@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from pydantic import ValidationError
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.connector.settings import StoreSettings
-from kvx_core.tiers import MemoryStore, ObjectStore, Tiered, Tiers, memory
+from kvx_core.stores.blob_store import Content
+from kvx_core.stores.config import read_config
+from kvx_core.tiers import MemoryStore, ObjectStore, Tiered, Tiers, objects
+from kvx_core.tiers.levels import check_levels
+from tests.documents import blocks
+from tests.native import ROOT
 from tests.stores.engine import store_in
 from tests.tiers.far import Far
 
@@ -63,8 +69,9 @@ def settings(**fields: Any) -> StoreSettings:
 
 
 def test_settings_open_their_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SHARED_MEMORY", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(MemoryStore.__init__, "__kwdefaults__", {"folder": shared})
     tiers = ["memory:1MB", str(tmp_path / "disk")]
     opened = settings(tiers=tiers, max_bytes="1GB")
     blobs = opened._blobs()
@@ -87,13 +94,23 @@ def test_settings_open_their_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bucket.check(writes=True)
 
 
+def test_the_page(tmp_path: Path) -> None:
+    """docs/tiers.md: the settings are read, and the store is made."""
+    said = {block.language: block.text for block in blocks(ROOT / "docs" / "tiers.md")}
+    assert settings(**json.loads(said["json"]))._tiers.url == "s3://bucket/kvx"
+    code = said["python"].replace("/nvme/kvx", str(tmp_path / "disk"))
+    code = code.replace("MemoryStore(", "memory_store(").replace("8 * 10**9", "8 * 10**6")
+    names: dict[str, Any] = {
+        "memory_store": lambda *of: MemoryStore(*of, folder=tmp_path),
+    }
+    exec(code, names)
+    assert store_in(names["blobs"]).chunk_tokens == 16
+
+
 def test_tiers_that_were_made_with_other_chunks(tmp_path: Path) -> None:
     far = Far()
     store_in(far, chunk_tokens=32)
     store_in(tmp_path, chunk_tokens=16)
-    from kvx_core.stores.config import read_config
-    from kvx_core.tiers.levels import check_levels
-
     tiers = Tiered([Directory(tmp_path), far])
     config = read_config(tiers)
     assert config is not None
@@ -140,9 +157,6 @@ def test_a_url_that_is_none() -> None:
 
 
 def test_large_objects_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvx_core.stores.blob_store import Content
-    from kvx_core.tiers import objects
-
     monkeypatch.setattr(objects, "_MULTIPART_BYTES", 1 << 20)
     store = ObjectStore("memory://bucket", client=obstore.store.MemoryStore())
     data = bytes(range(256)) * 8192
