@@ -247,7 +247,7 @@ $(VENV)/.kvx-3-tools: pyproject.toml $(VENV)/.kvx-3-vllm
 	$(PIP) install --no-deps $(ENGINES)
 	MAKEFLAGS= $(PIP) install $$($(BIN)/python -c 'import tomllib; \
 	    asked = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-	    print(*(one for name in ("cli", "encryption", "s3", "test", "lint", "docs") for one in asked[name] \
+	    print(*(one for name in ("cli", "encryption", "s3", "valkey", "test", "lint", "docs") for one in asked[name] \
 	    if not one.startswith("kvx[")))')
 	@touch $@
 

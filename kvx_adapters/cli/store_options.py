@@ -21,7 +21,8 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import Directory, StoreError, read_key
 from kvx_core.stores.blob_store import ListedStore
 from kvx_core.stores.inventory import Inventory
-from kvx_core.tiers import ObjectStore, Tiers
+from kvx_core.tiers import Tiers
+from kvx_core.tiers.levels import far_store
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SETTING, _OPTION = "Give the key: encryption_key_files", "Give the key: --encryption-key-file"
@@ -60,7 +61,7 @@ def place_of(path: str) -> ListedStore:
     """The place that PATH names: a directory, or an object store. Raises InvalidArgumentError."""
     if "://" not in path:
         return Directory(Path(path))
-    return ObjectStore(Tiers.parse([path]).url, deadline=_SECONDS)
+    return far_store(*Tiers.parse([path]).urls, deadline=_SECONDS)
 
 
 def opened(path: str, secrets: Secrets | None = None) -> Inventory:

@@ -63,7 +63,7 @@ class StoreSettings(BaseModel):
     )  # copied and not yet written; above it saves are dropped
     lookup_seconds: float = Field(default=1.0, ge=0)  # after it a prompt is computed
     fresh_seconds: float = Field(default=0.25, ge=0)  # how long memory answers for the disk
-    tier_seconds: float = Field(default=5.0, gt=0)  # a call to an object store fails after it
+    tier_seconds: float = Field(default=5.0, gt=0)  # a call to a far tier has failed after it
     shutdown_seconds: float = Field(default=60.0, ge=0)  # after it files stay unwritten
 
     @field_validator("max_bytes", "max_pending_bytes", mode="before")
@@ -154,8 +154,8 @@ class StoreSettings(BaseModel):
 
     @property
     def lookup_threads(self) -> int:
-        """Threads for lookups: in an object store each waits for several round trips."""
-        return 16 if self._tiers.url else 2
+        """Threads for lookups: behind a network each waits for several round trips."""
+        return 16 if self._tiers.urls else 2
 
     @property
     def _tiers(self) -> Tiers:
@@ -203,8 +203,7 @@ class StoreSettings(BaseModel):
             except StoreError as error:
                 limit, free = "limit unknown", f"unknown ({error})"
             limits = f", {limit}, free there: {free}"
-        if tiers.url:
-            places.append(tiers.url)
+        places += tiers.urls
         return (
             f"KVX keeps prefixes in {', '.join(places)}: model {fingerprint[:12]}, chunks of "
             f"{chunk_tokens} tokens{limits}"

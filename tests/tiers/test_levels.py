@@ -25,27 +25,32 @@ from tests.tiers.far import Far
 
 def test_tiers() -> None:
     found = Tiers.parse(["memory:8GB", "/nvme/kvx", "s3://bucket/prefix"])
-    assert found == (8 * 10**9, Path("/nvme/kvx"), "s3://bucket/prefix")
+    assert found == (8 * 10**9, Path("/nvme/kvx"), ("s3://bucket/prefix",))
     assert Tiers.parse(["~/kvx"]).path == Path.home() / "kvx"
-    assert Tiers.parse(["gs://bucket"]) == (None, None, "gs://bucket")
+    assert Tiers.parse(["gs://bucket"]) == (None, None, ("gs://bucket",))
+    assert Tiers.parse(["valkey://h/x", "s3://b"]).urls == ("valkey://h/x", "s3://b")
     assert Tiers.parse(["memory:1", "az://account/container/x"]).memory == 1
 
 
 @pytest.mark.parametrize(
     ("tiers", "sentence"),
     [
-        ([], "tiers is [], expected a directory or an object store in it"),
-        (["memory:8GB"], "expected a directory or an object store in it: memory alone"),
+        ([], "tiers is [], expected a directory or a URL in it"),
+        (["memory:8GB"], "expected a directory or a URL in it: memory alone"),
         ([""], "tiers[0] is '', expected \"memory:8GB\", a directory, or a URL"),
         (["memory:"], "tiers[0] is '', expected a number of bytes greater than 0"),
         (["memory:lots", "/x"], "tiers[0] is 'lots', expected a number of bytes"),
-        (["ftp://host/x"], "tiers[0] is 'ftp://host/x', expected one of s3, gs, az before ://"),
-        (["http://host/x"], "expected one of s3, gs, az before ://"),
-        (["file:///x"], "expected one of s3, gs, az before ://"),
+        (
+            ["ftp://host/x"],
+            "tiers[0] is 'ftp://host/x', expected one of s3, gs, az, valkey",
+        ),
+        (["http://host/x"], "expected one of s3, gs, az, valkey, valkeys, redis, rediss before"),
+        (["file:///x"], "expected one of s3, gs, az, valkey, valkeys, redis, rediss before"),
         (["s3://b", "/x"], "tiers[1] is '/x' behind 's3://b', expected memory, then a directory"),
         (["/x", "memory:1GB"], "tiers[1] is 'memory:1GB' behind '/x'"),
-        (["/x", "/y"], "tiers[1] is '/y' behind '/x', expected memory, then a directory, then"),
+        (["/x", "/y"], "tiers[1] is '/y' behind '/x', expected memory, then a directory, a"),
         (["s3://b", "s3://c"], "each at most once"),
+        (["s3://b", "valkey://h/x"], "tiers[1] is 'valkey://h/x' behind 's3://b'"),
     ],
 )
 def test_tiers_that_are_none(tiers: list[str], sentence: str) -> None:
@@ -97,7 +102,7 @@ def test_settings_open_their_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_page(tmp_path: Path) -> None:
     """docs/tiers.md: the settings are read, and the store is made."""
     said = {block.language: block.text for block in blocks(ROOT / "docs" / "tiers.md")}
-    assert settings(**json.loads(said["json"]))._tiers.url == "s3://bucket/kvx"
+    assert settings(**json.loads(said["json"]))._tiers.urls == ("s3://bucket/kvx",)
     code = said["python"].replace("/nvme/kvx", str(tmp_path / "disk"))
     code = code.replace("MemoryStore(", "memory_store(").replace("8 * 10**9", "8 * 10**6")
     names: dict[str, Any] = {

@@ -95,7 +95,7 @@ def test_files_go_from_s3(url: str, tmp_path: Path) -> None:
 def test_places_that_are_none(url: str, tmp_path: Path) -> None:
     said = " ".join(kvx("ls", url, code=2).output.split())
     assert f"{url} is no store: it has no kvx-store.json" in said
-    assert "expected one of s3, gs, az before ://" in kvx("ls", "ftp://x/y", code=2).output
+    assert "expected one of s3, gs, az, valkey" in kvx("ls", "ftp://x/y", code=2).output
     save(prefix_store(tmp_path / "a"), 1)
     PrefixStore(
         Directory(tmp_path / "b"),
