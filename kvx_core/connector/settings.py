@@ -27,7 +27,7 @@ from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
 from kvx_core.tiers import Tiered, Tiers
-from kvx_core.tiers.levels import check_levels, directory_of
+from kvx_core.tiers.levels import directory_of, join_levels
 
 
 class StoreSettings(BaseModel):
@@ -142,7 +142,7 @@ class StoreSettings(BaseModel):
         store.index.fresh_seconds = self.fresh_seconds
         config = read_config(blobs, Secrets.of(key, encryption_key))
         if config is not None:
-            check_levels(blobs, config)
+            join_levels(blobs, config)
             if directory is not None and self.max_bytes is None:  # another engine may have made it
                 directory.max_bytes = config.max_bytes
         return store

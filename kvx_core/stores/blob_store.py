@@ -62,7 +62,7 @@ class BlobStore(ABC):
     max_bytes: int | None = None  # the limit for all files together; None: no limit
     usage: Usage | None = None  # counts files and bytes; None: nobody counts them
     is_far: bool = False  # True: a call takes milliseconds
-    has_use_of_hints: bool = False  # True: `expect` does something
+    takes_hints: bool = False  # True: `expect` does something
     is_volatile: bool = False  # True: even durable files do not survive a failure of the machine
 
     @abstractmethod
@@ -125,12 +125,15 @@ class BlobStore(ABC):
         """
         return None
 
-    def expect(self, names: Sequence[str], num_bytes: int | None = None) -> None:  # noqa: B027
+    def expect(  # noqa: B027
+        self, names: Sequence[str], num_bytes: int, *, whole: bool = False
+    ) -> None:
         """Says that the caller is going to ask for these files, in this order and soon.
 
-        Does nothing unless `has_use_of_hints`: then the store gets them together, ahead of the
-        caller. Raises nothing.
-        num_bytes: the caller fetches so many first bytes of each file; None: all bytes
+        Does nothing unless `takes_hints`: then the store gets them together, ahead of the caller.
+        Raises nothing.
+        num_bytes: of each file that the caller asks for, from its first byte on
+        whole:     the caller asks for whole files, none of which should have more bytes
         """
 
     def settle(self, seconds: float) -> bool:

@@ -277,8 +277,8 @@ class _Load:
         self._nulls = [Nulls(section, self.start, self.stop) for section in self.sections]
         if not any(null.may_be_any for null in self._nulls):
             self._takes = (True,) * len(self._nulls)
-        if self.of.entries.blobs.has_use_of_hints:
-            self.of.entries.blobs.expect([name for span in spans for name in self._taken(span)])
+        if self.of.entries.blobs.takes_hints:
+            self._expect(spans)
         left, room, other = deque(spans), self.new_room(), None
         batch = self._begin(left, room)
         try:
@@ -297,12 +297,17 @@ class _Load:
         finally:
             batch.job.stop()  # until then, helpers may write to the room
 
-    def _taken(self, span: StoredSpan) -> list[str]:
-        """Returns the files of a span that sections take layers from."""
-        with suppress(StoreError):
-            files = [(name, self.of.file(name)[1]) for name in span.names]
-            return [name for name, kind in files if any(_meet(kind, s) for s in self.sections)]
-        return []
+    def _expect(self, spans: Sequence[StoredSpan]) -> None:
+        """Tells the store of the files that sections take layers from."""
+        names, most = list[str](), 0
+        for span in spans:
+            with suppress(StoreError):  # it is raised where the span is planned
+                for name in span.names:
+                    kind = self.of.file(name)[1]
+                    if any(_meet(kind, section) for section in self.sections):
+                        most = max(most, kind.layout(span.num_entry_tokens).most_bytes)
+                        names.append(name)
+        self.of.entries.blobs.expect(names, most, whole=True)
 
     def _begin(self, left: deque[StoredSpan], room: Room) -> _Batch:
         """Returns a batch of the next spans that fit into the room together, removed from `left`.

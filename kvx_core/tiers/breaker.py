@@ -16,6 +16,10 @@ _MOST_SECONDS = 30.0  # between two probes
 _logger = logging.getLogger("kvx")
 
 
+class LeftOut(StoreError):
+    """A store does not answer now. It may later."""
+
+
 class Breaker:
     """Is closed while a store answers. A failure opens it; then calls fail at once, and a thread
     probes the store until it answers again.
@@ -45,10 +49,10 @@ class Breaker:
         return self._failure is not None
 
     def check(self) -> None:
-        """Raises StoreError while the breaker is open."""
+        """Raises LeftOut while the breaker is open."""
         failure = self._failure
         if failure is not None:
-            raise StoreError(
+            raise LeftOut(
                 f"{self._where} is left out until it answers again: {failure}"
             ) from TimeoutError(failure)
 

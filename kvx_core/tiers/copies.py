@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -11,11 +12,15 @@ from dataclasses import dataclass, field
 
 from kvx_core.errors import StoreError
 from kvx_core.stores.blob_store import BlobStore, Content
+from kvx_core.tiers.breaker import LeftOut
 
 _THREADS = 16
 _MOST_COPIES = 1 << 16  # copies that wait; more are not made
 _MOST_AGAIN = 16  # failed copies that are tried again after one that has not failed
+_MOST_BYTES = 1 << 30  # of a file that is copied
 _WAIT_SECONDS = 30.0  # the longest wait for a copy; calls to levels have deadlines of their own
+
+_logger = logging.getLogger("kvx")
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +30,7 @@ class _Copy:
     name: str
     first: int  # the first level that it is for
     replaces: bool = False  # a level may have a file of this name with other content
+    most_bytes: int = _MOST_BYTES  # of a file that is copied
     is_cancelled: bool = False
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -51,10 +57,13 @@ class Copies:
                 self._downs[name] = copy
             self._submit(copy, self._copy_down)
 
-    def up(self, name: str, *, waits: bool) -> None:
-        """Has a file copied to the first level. waits: True: `wait_for` waits until it is there."""
+    def up(self, name: str, most_bytes: int, *, waits: bool) -> None:
+        """Has a file copied to the first level, if it has at most so many bytes.
+
+        waits: True: `wait_for` waits until it is there
+        """
         self._own_process()
-        copy = _Copy(name, 0)
+        copy = _Copy(name, 0, most_bytes=most_bytes)
         with self._changed:
             if name in self._ups:
                 return
@@ -91,12 +100,15 @@ class Copies:
                 source = self._holder(copy.name, range(number))
                 if source is None or copy.is_cancelled:  # it was deleted
                     return
-                level, content = self._levels[number], content_of(source, copy.name)
+                level, content = self._levels[number], _content(source, copy)
                 put = level.replace if copy.replaces else level.put
                 put(copy.name, content)
-            except StoreError:
+            except LeftOut:
                 with self._changed:
                     self._again.append((copy.name, number, copy.replaces))
+                return
+            except StoreError as error:
+                _logger.warning("KVX did not copy %s to another tier: %s", copy.name, error)
                 return
         for _ in range(_MOST_AGAIN):
             with self._changed:
@@ -109,8 +121,7 @@ class Copies:
         try:
             source = self._holder(copy.name, range(1, len(self._levels)))
             if source is not None:
-                content = content_of(source, copy.name)
-                self._levels[0].put(copy.name, content, durable=False)
+                self._levels[0].put(copy.name, _content(source, copy), durable=False)
         except StoreError:  # who asks for the file asks the levels below
             pass
         finally:
@@ -160,17 +171,13 @@ class Copies:
             self._ups: dict[str, _Copy | None] = {}  # None: nobody waits for it
 
 
-def content_of(level: BlobStore, name: str) -> Content:
+def _content(level: BlobStore, copy: _Copy) -> Content:
     """Returns the content of a file of a level, which is read when it is written elsewhere."""
 
     def parts() -> Sequence[memoryview]:
-        file = level.open(name)
-        if file is None:
-            raise StoreError(f"{level.path_of(name)} was deleted before it was copied")
-        with file:
-            try:
-                return [memoryview(file.read())]
-            except OSError as error:
-                raise StoreError(f"{level.path_of(name)} cannot be read: {error}") from error
+        found = level.read(copy.name, copy.most_bytes)
+        if found is None:
+            raise StoreError(f"{level.path_of(copy.name)} was deleted before it was copied")
+        return [memoryview(found)]
 
     return Content(parts)

@@ -23,6 +23,8 @@ from kvx_core.tiers.tiered import Tiered
 from kvx_core.tiers.valkey import ValkeyStore
 
 _MEMORY = "memory:"
+_CONFIG = "kvx-store."  # how names of kvx-store.json and its MACs begin
+_MOST_CONFIG = 4096  # bytes of one of them
 _URL = re.compile(r"([a-z][a-z0-9+]*)://")
 _FAR = (*objects.SCHEMES, *valkey.SCHEMES)
 _FORMS = 'expected "memory:8GB", a directory, or a URL such as "s3://bucket/folder"'
@@ -104,11 +106,16 @@ def directory_of(blobs: BlobStore) -> Directory | None:
     return next(found, None)
 
 
-def check_levels(blobs: BlobStore, config: StoreConfig) -> None:
-    """Raises StoreError if a level was made with other chunk_tokens, or for other keys, than
-    `config` says: its files would never be found. A level that does not answer is not judged.
+def join_levels(blobs: BlobStore, config: StoreConfig) -> None:
+    """Makes each level of a store a store like the whole, so that it can be used alone.
+
+    config: of the whole, which has been checked
+    Raises StoreError if a level was made with other chunk_tokens, or for other keys: its files
+    would never be found. A level that does not answer is not judged.
     """
-    for level in blobs.levels if isinstance(blobs, Tiered) else ():
+    if not isinstance(blobs, Tiered):
+        return
+    for level in blobs.levels:
         other = None
         with suppress(StoreError):
             other = read_config(level)
@@ -122,3 +129,8 @@ def check_levels(blobs: BlobStore, config: StoreConfig) -> None:
                 f"and {'' if config.is_encrypted else 'not '}encrypted, as the tier above it. Use "
                 "another place for one of them, or delete it: what it holds is computed again"
             )
+    names = sorted(name for name in blobs.names("") if name.startswith(_CONFIG))
+    for name in reversed(names):  # the MACs before what they are of
+        found = blobs.read(name, _MOST_CONFIG)
+        if found is not None:
+            blobs.share(name, found)

@@ -63,6 +63,13 @@ class ObjectStore(RemoteStore):
         self._absent = (obstore.exceptions.NotFoundError, FileNotFoundError)
         self._exists = (obstore.exceptions.AlreadyExistsError, FileExistsError)
         self.failures = (obstore.exceptions.BaseError, ValueError, OSError)
+        self.refusals = (
+            obstore.exceptions.PermissionDeniedError,
+            obstore.exceptions.UnauthenticatedError,
+            obstore.exceptions.PreconditionError,
+            PermissionError,
+            ValueError,
+        )
         super().__init__(url.rstrip("/"), deadline)
 
     def _call_put(self, name: str, parts: Sequence[memoryview]) -> bool:
@@ -78,10 +85,9 @@ class ObjectStore(RemoteStore):
             return False
         return True
 
-    def _call_get(self, name: str, num_bytes: int | None) -> First | None:
-        options = None if num_bytes is None else {"range": (0, num_bytes)}
+    def _call_get(self, name: str, num_bytes: int) -> First | None:
         try:
-            found = self._calls.get(self._client, name, options=options)
+            found = self._calls.get(self._client, name, options={"range": (0, num_bytes)})
             return First(memoryview(found.bytes()).cast("B"), found.meta["size"])
         except self._absent:
             return None

@@ -15,7 +15,7 @@ from kvx_core._c.os_files import OpenFile, ReadFile, write_all
 from kvx_core.errors import CorruptError, StoreError
 from kvx_core.stores.blob_store import Content, ListedStore, Put, Write, check_name
 from kvx_core.stores.eviction import File
-from kvx_core.tiers.breaker import Breaker
+from kvx_core.tiers.breaker import Breaker, LeftOut
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 THREADS = 64  # calls at a time
 # Files that were expected, are in memory or on their way, and were not fetched yet.
 _MOST_AHEAD = 256
-_MOST_WHOLE = 16  # the same, when they are got whole: a file may have 64 MB
-_AHEAD_SECONDS = 10.0  # an answer that nobody has asked for after so long is dropped
+_MOST_WHOLE = 16  # the same, of whole files, which may have 64 MB each
+_AHEAD_SECONDS = 2.0  # an answer that nobody has asked for after so long is too old
+_MOST_BYTES = 1 << 30  # of a file that is opened
 _LISTED_SECONDS = 10.0  # a list of names is asked for again after so long
 _MOST_LISTED = 1024  # lists that are kept
 _PROBED = "kvx-store.json"
@@ -42,7 +43,7 @@ class First(NamedTuple):
 class _Asked(NamedTuple):
     """A file that was asked for ahead of the caller."""
 
-    num_bytes: int | None  # that were asked for; None: all
+    num_bytes: int
     at: float
     first: Future[First | None]
 
@@ -58,8 +59,9 @@ class RemoteStore(ListedStore):
     time. They raise an error in `failures` when the store does not answer as it should.
     """
 
-    is_far = has_use_of_hints = True
+    is_far = takes_hints = True
     failures: tuple[type[Exception], ...] = (OSError,)  # errors of calls
+    refusals: tuple[type[Exception], ...] = ()  # of these, those that tell nothing of other calls
 
     def __init__(self, where: str, deadline: float) -> None:
         """where: the store, for messages"""
@@ -75,9 +77,9 @@ class RemoteStore(ListedStore):
         """Stores a file. Returns False if the name existed."""
 
     @abstractmethod
-    def _call_get(self, name: str, num_bytes: int | None) -> First | None:
-        """Gets the first `num_bytes` bytes of a file, at least 1; None: all. Returns None if there
-        is no such file.
+    def _call_get(self, name: str, num_bytes: int) -> First | None:
+        """Gets the first `num_bytes` bytes of a file, at least 1. Returns None if there is no such
+        file.
         """
 
     @abstractmethod
@@ -115,7 +117,7 @@ class RemoteStore(ListedStore):
             check_name(name)
         first = dict(reversed([(name, i) for i, (name, _) in enumerate(files)]))
         tasks = [
-            self._threads.submit(self._put_one, name, write, durable=durable)
+            self._pool.submit(self._put_one, name, write, durable=durable)
             if first[name] == i
             else None
             for i, (name, write) in enumerate(files)
@@ -123,10 +125,14 @@ class RemoteStore(ListedStore):
         return [False if task is None else task.result() for task in tasks]
 
     def open(self, name: str) -> BinaryIO | None:
-        """Does what BlobStore.open says: the file is a copy in memory."""
-        found = self._first(name, None)
+        """Does what BlobStore.open says: the file is a copy in memory, of 1 GiB at most."""
+        found = self._first(name, _MOST_BYTES)
         if found is None:
             return None
+        if found.num_bytes > len(found.data):
+            raise StoreError(
+                f"{self.path_of(name)} has {found.num_bytes} bytes, expected at most {_MOST_BYTES}"
+            )
         file = ReadFile(_in_memory(name, [found.data]))
         file.name = self.path_of(name)
         return file
@@ -135,11 +141,12 @@ class RemoteStore(ListedStore):
         self, name: str, views: tuple[Buffer, ...], least: int = 0, most: int = -1
     ) -> OpenFile | None:
         """Does what BlobStore.fetch says. One view gets its bytes alone: the rest of the file
-        follows when the caller asks for the handle. Several views: all of the file is got at once.
+        follows when the caller asks for the handle. Several views: all of the file is got at once,
+        if it has at most `most` bytes.
         """
         into = [memoryview(view).cast("B") for view in views]
         wanted = sum(map(len, into))
-        found = self._first(name, wanted if len(into) == 1 and wanted else None)
+        found = self._first(name, max(wanted if len(into) == 1 else most, 1))
         if found is None:
             return None
         if least <= found.num_bytes <= most:
@@ -189,23 +196,23 @@ class RemoteStore(ListedStore):
 
     def are_there(self, names: Sequence[str]) -> list[bool]:
         """Does what BlobStore.are_there says, for several names at a time."""
-        tasks = [self._threads.submit(self.is_there, name) for name in names]
+        tasks = [self._pool.submit(self.is_there, name) for name in names]
         return [task.result() for task in tasks]
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
         """Does what BlobStore.read says."""
         found = self._first(name, most_bytes + 1)
-        if found is not None and found.num_bytes > most_bytes:
+        if found is not None and max(found.num_bytes, len(found.data)) > most_bytes:
             raise CorruptError(
                 f"{self.path_of(name)} has more than {most_bytes} bytes, expected at most that"
             )
         return None if found is None else bytes(found.data)
 
-    def expect(self, names: Sequence[str], num_bytes: int | None = None) -> None:
-        """Does what BlobStore.expect says, for up to 256 files at a time."""
+    def expect(self, names: Sequence[str], num_bytes: int, *, whole: bool = False) -> None:
+        """Does what BlobStore.expect says, for 256 files at a time, or 16 whole ones."""
         self._own_process()
         with self._lock:
-            self._awaited.update(dict.fromkeys(names, num_bytes))
+            self._awaited.update(dict.fromkeys(names, (max(num_bytes, 1), whole)))
             self._ask_ahead()
 
     def path_of(self, name: str) -> str:
@@ -217,13 +224,13 @@ class RemoteStore(ListedStore):
     def _ask_ahead(self) -> None:
         """Asks for the next expected files. The caller holds the lock."""
         while self._awaited:
-            name, num_bytes = next(iter(self._awaited.items()))
-            most = _MOST_WHOLE if num_bytes is None else _MOST_AHEAD
+            name, (num_bytes, whole) = next(iter(self._awaited.items()))
+            most = _MOST_WHOLE if whole else _MOST_AHEAD
             if len(self._asked) >= most and not self._drop_old():
                 return
             del self._awaited[name]
             if name not in self._asked:
-                first = self._threads.submit(self._get, name, num_bytes)
+                first = self._pool.submit(self._get, name, num_bytes)
                 self._asked[name] = _Asked(num_bytes, time.monotonic(), first)
 
     def _drop_old(self) -> bool:
@@ -234,8 +241,8 @@ class RemoteStore(ListedStore):
             del self._asked[name]
         return bool(names)
 
-    def _taken(self, name: str, num_bytes: int | None) -> Future[First | None] | None:
-        """Takes the answer for an expected file, if it has the first `num_bytes` bytes or all."""
+    def _taken(self, name: str, num_bytes: int) -> Future[First | None] | None:
+        """Takes the answer for an expected file, if it will have the first `num_bytes` bytes."""
         self._own_process()
         if not self._asked and not self._awaited:
             return None
@@ -243,16 +250,12 @@ class RemoteStore(ListedStore):
             self._awaited.pop(name, None)  # the caller asks now
             found = self._asked.pop(name, None)
             self._ask_ahead()
-        if (
-            found is None or found.first.cancel()
-        ):  # it has not begun, and might wait for this thread
+        if found is None or found.num_bytes < num_bytes:
             return None
-        if time.monotonic() - found.at > _AHEAD_SECONDS:
+        if found.first.cancel():  # it has not begun, and might wait for this very thread
             return None
-        is_enough = found.num_bytes is None or (
-            num_bytes is not None and num_bytes <= found.num_bytes
-        )
-        return found.first if is_enough else None
+        is_old = found.first.done() and time.monotonic() - found.at > _AHEAD_SECONDS
+        return None if is_old else found.first
 
     def _forget(self, name: str) -> None:
         """Forgets what is known of a file that has been put or deleted."""
@@ -265,32 +268,40 @@ class RemoteStore(ListedStore):
 
     # ---- calls ----
 
-    def _first(self, name: str, num_bytes: int | None) -> First | None:
+    def _first(self, name: str, num_bytes: int) -> First | None:
         """Returns the first bytes of a file, those of an expected file too. Raises StoreError."""
         check_name(name)
         asked = self._taken(name, num_bytes)
         return self._get(name, num_bytes) if asked is None else asked.result()
 
-    def _get(self, name: str, num_bytes: int | None) -> First | None:
+    def _get(self, name: str, num_bytes: int) -> First | None:
         return self._called(name, "read", lambda: self._call_get(name, num_bytes))
 
     def _called(self, name: str, verb: str, call: Callable[[], Result]) -> Result:
-        """Returns what a call returns. Raises StoreError; the breaker then opens."""
+        """Returns what a call returns. Raises StoreError, LeftOut if the breaker then opens."""
         self._breaker.check()
         try:
             return call()
         except self.failures as error:
-            self._breaker.failed(error)
             reason = str(error).partition("\n")[0] or type(error).__name__
             cause = error if isinstance(error, OSError) else OSError(reason)
-            raise StoreError(f"{self.path_of(name)} cannot be {verb}: {reason}") from cause
+            kind = StoreError
+            if not isinstance(error, self.refusals):
+                self._breaker.failed(error)
+                kind = LeftOut
+            raise kind(f"{self.path_of(name)} cannot be {verb}: {reason}") from cause
+
+    @property
+    def _pool(self) -> ThreadPoolExecutor:
+        self._own_process()
+        return self._threads
 
     def _own_process(self) -> None:
         """Makes threads and memory of this process: a forked child has none of its parent's."""
         if self._process != os.getpid():
             self._lock, self._process = Lock(), os.getpid()
             self._threads = ThreadPoolExecutor(THREADS, "kvx-remote")
-            self._awaited: dict[str, int | None] = {}
+            self._awaited: dict[str, tuple[int, bool]] = {}  # num_bytes and whole, of `expect`
             self._asked: dict[str, _Asked] = {}
             self._listed: dict[str, tuple[float, tuple[str, ...]]] = {}
 
@@ -310,7 +321,7 @@ class _Fetched(OpenFile):
             data = self._first.data
             if len(data) < self.num_bytes:
                 try:
-                    found = self._store._get(self._name, None)
+                    found = self._store._get(self._name, self.num_bytes)
                 except StoreError as error:
                     raise OSError(str(error)) from None
                 data = memoryview(b"") if found is None else found.data

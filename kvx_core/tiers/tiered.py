@@ -30,7 +30,7 @@ class Tiered(BlobStore):
     below is copied up when it is loaded. A level that fails costs its files, and nothing else.
     """
 
-    has_use_of_hints = True
+    takes_hints = True
 
     def __init__(self, levels: Sequence[BlobStore]) -> None:
         """levels: at least one. Levels may have files that others do not have.
@@ -116,17 +116,25 @@ class Tiered(BlobStore):
         return self._first_of(lambda level: level.fetch(name, views, least, most))
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Does what BlobStore.read says. Records that are read are copied to all levels once."""
+        """Does what BlobStore.read says. Records of spaces and kinds that are read are copied to
+        all levels, once.
+        """
         found = self._first_of(lambda level: level.read(name, most_bytes))
-        if found is not None and name.endswith(_RECORDS) and name not in self._records:
-            if len(self._records) >= _MOST_RECORDS:
-                self._records.clear()
-            self._records.add(name)
-            for level in self.levels[: self._num_near]:
-                with suppress(StoreError):
-                    level.put(name, Content.of(found))
-            self._copies.down(name, self._num_near)
+        if found is not None and "/" in name and name.endswith(_RECORDS):
+            self.share(name, found)
         return found
+
+    def share(self, name: str, content: bytes) -> None:
+        """Has a record copied to all levels that lack it, if this process has not done so yet."""
+        if name in self._records:
+            return
+        if len(self._records) >= _MOST_RECORDS:
+            self._records.clear()
+        self._records.add(name)
+        for level in self.levels[: self._num_near]:
+            with suppress(StoreError):
+                level.put(name, Content.of(content))
+        self._copies.down(name, self._num_near)
 
     def is_there(self, name: str) -> bool:
         """Does what BlobStore.is_there says."""
@@ -151,20 +159,19 @@ class Tiered(BlobStore):
         """Does what BlobStore.folder says, of the first level: `fetch` finds what it lacks."""
         return self.levels[0].folder()
 
-    def expect(self, names: Sequence[str], num_bytes: int | None = None) -> None:
+    def expect(self, names: Sequence[str], num_bytes: int, *, whole: bool = False) -> None:
         """Does what BlobStore.expect says. Whole files that the first level lacks are copied up."""
-        if num_bytes is not None:
-            if self.is_far:
-                far = [name for name in names if not self._is_near(name)]
-                for level in self.levels[self._num_near :]:
-                    level.expect(far, num_bytes)
-        elif len(self.levels) > 1:
+        if len(self.levels) == 1:
+            self.levels[0].expect(names, num_bytes, whole=whole)
+        elif whole:
             for name in names:
                 with suppress(StoreError):
                     if not self.levels[0].is_there(name):
-                        self._copies.up(name, waits=not self._is_near(name))
-        else:
-            self.levels[0].expect(names)
+                        self._copies.up(name, num_bytes, waits=not self._is_near(name))
+        elif self.is_far:
+            far = [name for name in names if not self._is_near(name)]
+            for level in self.levels[self._num_near :]:
+                level.expect(far, num_bytes)
 
     def path_of(self, name: str) -> str:
         """Does what BlobStore.path_of says, of the first level that lasts."""

@@ -62,6 +62,9 @@ class ValkeyStore(RemoteStore):
         )
         failure = getattr(package, "ValkeyError", None) or package.RedisError
         self.failures = (failure, OSError, ValueError)
+        # No right, a server that only reads, or one that is full and drops nothing.
+        named = ("NoPermissionError", "ReadOnlyError", "OutOfMemoryError")
+        self.refusals = (ValueError, *(getattr(package.exceptions, name) for name in named))
         super().__init__(url.rstrip("/"), deadline)
 
     def _call_put(self, name: str, parts: Sequence[memoryview]) -> bool:
@@ -77,10 +80,7 @@ class ValkeyStore(RemoteStore):
             calls.sadd(self._names(folder), word)
         return bool(calls.execute()[0])
 
-    def _call_get(self, name: str, num_bytes: int | None) -> First | None:
-        if num_bytes is None:
-            data = self._client.get(self._key(name))
-            return None if data is None else First(memoryview(data), len(data))
+    def _call_get(self, name: str, num_bytes: int) -> First | None:
         calls = self._client.pipeline(transaction=False)
         calls.getrange(self._key(name), 0, num_bytes - 1)
         calls.strlen(self._key(name))

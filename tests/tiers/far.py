@@ -42,7 +42,7 @@ class Far(RemoteStore):
         self._call("put")
         return self.files.setdefault(name, content := b"".join(parts)) is content
 
-    def _call_get(self, name: str, num_bytes: int | None) -> First | None:
+    def _call_get(self, name: str, num_bytes: int) -> First | None:
         self._call("get")
         data = self.files.get(name)
         return None if data is None else First(memoryview(data)[:num_bytes], len(data))

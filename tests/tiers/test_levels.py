@@ -16,7 +16,7 @@ from kvx_core.connector.settings import StoreSettings
 from kvx_core.stores.blob_store import Content
 from kvx_core.stores.config import read_config
 from kvx_core.tiers import MemoryStore, ObjectStore, Tiered, Tiers, objects
-from kvx_core.tiers.levels import check_levels
+from kvx_core.tiers.levels import join_levels
 from tests.documents import blocks
 from tests.native import ROOT
 from tests.stores.engine import store_in
@@ -120,9 +120,9 @@ def test_tiers_that_were_made_with_other_chunks(tmp_path: Path) -> None:
     config = read_config(tiers)
     assert config is not None
     with pytest.raises(StoreError, match=r"far://bucket/kvx-store.json has chunk_tokens 32"):
-        check_levels(tiers, config)
+        join_levels(tiers, config)
     far.is_dead = True
-    check_levels(tiers, config)  # what does not answer is not judged
+    join_levels(tiers, config)  # what does not answer is not judged
 
 
 def test_an_order_that_is_none() -> None:
@@ -168,3 +168,45 @@ def test_large_objects_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert store.put("a/b", Content.of(data))
     assert not store.put("a/b", Content.of(data[:-1]))
     assert store.read("a/b", len(data)) == data
+
+
+def test_each_level_can_be_used_alone(tmp_path: Path) -> None:
+    """So that a server that is dead at the next start does not change the chunks."""
+    far = Far()
+    store_in(far, chunk_tokens=32)
+    tiers = Tiered([Directory(tmp_path), far])
+    config = read_config(tiers)
+    assert config is not None
+    join_levels(tiers, config)
+    assert read_config(Directory(tmp_path)) == config
+    other = Far()
+    tiers = Tiered([Directory(tmp_path), other])
+    join_levels(tiers, config)
+    assert tiers.settle(10)
+    assert read_config(other) == config
+
+
+def test_files_without_an_end_are_not_copied(tmp_path: Path) -> None:
+    """Who may write to a level makes files as large as it likes."""
+    far = Far({"a/b": bytes(5000)})
+    tiers = Tiered([Directory(tmp_path), far])
+    tiers.expect(["a/b"], 4999, whole=True)
+    assert tiers.settle(10)
+    assert not Directory(tmp_path).is_there("a/b")
+    views = bytearray(10), bytearray(10)
+    found = far.fetch("a/b", views, 20, 4999)
+    assert found is not None
+    assert (found.num_bytes, bytes(views[0])) == (5000, bytes(10))
+
+
+def test_a_right_that_is_missing_ends_no_reading() -> None:
+    class ReadOnly(Far):
+        refusals = (PermissionError,)
+
+        def _call_put(self, name: str, parts: Any) -> bool:
+            raise PermissionError("no right to put")
+
+    far = ReadOnly({"a/b": b"x"})
+    with pytest.raises(StoreError, match="far://bucket/a/c cannot be written: no right to put"):
+        far.put("a/c", Content.of(b"x"))
+    assert far.read("a/b", 9) == b"x"

@@ -108,7 +108,7 @@ def test_what_one_machine_stores_another_one_loads(kind: str, tmp_path: Path) ->
     far.calls.clear()
     load(store_in(reader), PROMPT)
     if kind != "far":
-        assert not far.calls["get"]
+        assert far.calls["get"] <= 1  # kvx-store.json, which `join_levels` copies
         assert not far.calls["size"]
 
 

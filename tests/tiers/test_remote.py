@@ -43,7 +43,7 @@ def test_an_answer_that_is_too_short_does_not_count() -> None:
     store = far()
     store.expect(["a/1"], 10)
     assert store.read("a/1", 999) == DATA + b"\1"
-    store.expect(["a/1"])
+    store.expect(["a/1"], 999, whole=True)
     into = bytearray(5)
     found = store.fetch("a/1", (into,), 0, 999)
     assert found is not None
@@ -71,7 +71,7 @@ def test_threads_that_expect_the_same() -> None:
     def look(seed: int) -> bool:
         own = random.Random(seed)
         some = own.sample(names, 200)
-        store.expect(some, own.choice([None, 10]))
+        store.expect(some, own.choice([999, 10]), whole=own.random() < 0.5)
         flags = store.are_there(own.sample(names, 100))
         return all(flags) and all(store.read(name, 999) for name in some)
 
@@ -136,7 +136,7 @@ def test_random_calls_on_levels_that_fail(seed: int, tmp_path: Path) -> None:
             case 0 | 1:
                 tiers.put(name, Content.of(content), durable=own.random() < 0.7)
             case 2:
-                tiers.expect([name, *put][:9])
+                tiers.expect([name, *put][:9], 1 << 20, whole=own.random() < 0.7)
             case 3:
                 try:
                     assert tiers.read(name, 1 << 20) in (None, content)
