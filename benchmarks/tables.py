@@ -210,6 +210,37 @@ def _peers(result: dict[str, Any]) -> str:
     )
 
 
+def _tiers(result: dict[str, Any]) -> str:
+    computed, *rows = result["results"]
+    prompts = list(computed["first_token_ms"])
+    more = [
+        "same",
+        "flipped bytes",
+        "a new prompt",
+        "the server freezes: the first",
+        "others",
+        "most",
+    ]
+    lines = [
+        ["prefixes come from", *(f"{n} tokens" for n in prompts), *more],
+        ["---", *["--:"] * len(prompts), "---", "---", *["--:"] * 4],
+        ["nowhere", *(f"{computed['first_token_ms'][n]:.0f} ms" for n in prompts), *[""] * 6],
+    ]
+    keys = ("new_prompt", "first_after_freeze", "median_after_freeze", "most_after_first")
+    for row in rows:
+        cells = [f"{row['first_token_ms'][n]:.0f} ms" for n in prompts]
+        cells.append(_reused({"reused": row["reused"], "right": row["right"]}))
+        flipped = {"reused": row["reused_after_flips"], "right": row["right_after_flips"]}
+        cells.append(_reused(flipped))
+        cells += [f"{row[f'{key}_ms']:.0f} ms" if f"{key}_ms" in row else "" for key in keys]
+        lines.append([row["case"], *cells])
+    return (
+        "Time to the first token of a stored prompt; of 1,000 stored tokens those that were "
+        "reused, and whether the tokens after them were right, also when bits of all files were "
+        "flipped. New prompts have 512 tokens.\n\n" + _table(lines)
+    )
+
+
 def _reused(found: dict[str, Any] | None) -> str:
     if found is None:
         return "cannot read it"
@@ -226,6 +257,7 @@ _TABLES = {
     "live": _live,
     "peers": _peers,
     "store_names": _store_names,
+    "tiers": _tiers,
     "vllm_connector": _engines,
     "vllm_hybrids": _hybrids,
 }

@@ -49,6 +49,7 @@ from kvx_adapters.vllm_plugin.worker import Held, WorkerHalf
 from kvx_core import CacheFacts, UnsupportedError
 from kvx_core.connector.adapters import LoadedAdapters
 from kvx_core.connector.boundary import Boundary, Guard
+from kvx_core.connector.choices import Choices
 from kvx_core.connector.epochs import Epochs
 from kvx_core.connector.lookups import Lookups
 from kvx_core.connector.plan import Save, Scope
@@ -149,7 +150,7 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             chunk_tokens=self._stores.chunk_tokens,
             produces=produces,
             consumes=consumes,
-            asynchronous=settings.async_load or shares or hybrid or bool(window),
+            asynchronous=settings.loads_beside or shares or hybrid or bool(window),
             window=window,
             # A state does not wait: the next step changes it.
             spread=None if self._states else SaveBudget(self._stores.chunk_tokens),
@@ -161,6 +162,9 @@ class KVXConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             adapters=LoadedAdapters(config.parallel_config.world_size),
             adapted=stores.adapted if isinstance(stores, Stores) else None,
             block_size=self._vllm_config.cache_config.block_size,
+            choices=Choices(transfer.kv_load_failure_policy == "recompute")
+            if settings.chooses
+            else None,
         )
 
     # ---- worker ----

@@ -118,6 +118,8 @@ class SchedulerHalf(Policy):
     def plan_saves(self, output: Any) -> None:
         """Plans the saves of a step. output: vLLM's SchedulerOutput, which describes the step"""
         self.look_at_weights()
+        if self.choices is not None:
+            self.choices.costs.step(sum(output.num_scheduled_tokens.values()))
         if output.num_scheduled_tokens:
             self.epochs.step_computes()
         for request_id, num_computed_tokens, block_ids, are_new in _scheduled(output):

@@ -23,10 +23,22 @@ class Settings(StoreSettings):
     # Of a hybrid model: store the states after one in so many tokens too, in prompts and, without
     # asynchronous scheduling, in answers.
     state_every_tokens: int | None = Field(default=None, ge=1)
+    # Compute what is found where that is sooner than loading it. None: where a tier is far.
+    load_or_compute: bool | None = None
     share_embeddings: bool = True  # store and load requests with prompt embeddings, by their bytes
     # The names of weights that were replaced while the engine ran: of their files only, or also
     # vLLM's weight_version, which then means the same weights on every engine of this model.
     weights: Literal["files", "versioned"] = "files"
+
+    @property
+    def loads_beside(self) -> bool:
+        """True if loads run beside steps: no step waits for a network."""
+        return self.async_load or self.is_far
+
+    @property
+    def chooses(self) -> bool:
+        """True if requests compute what they would load later than that."""
+        return self.is_far if self.load_or_compute is None else self.load_or_compute
 
     @classmethod
     def of(cls, vllm_config: Any) -> Self:

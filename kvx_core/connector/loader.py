@@ -40,6 +40,7 @@ class _Work:
     era: object  # at the load's beginning
     progress: Progress | None = None  # None: not made, because of an error
     context: AbstractContextManager[object] = field(default_factory=nullcontext)
+    limit: threading.Timer | None = None  # gives it up
 
     @property
     def first(self) -> int:
@@ -95,8 +96,18 @@ class Loader:
             work.progress = Progress()
             work.context = self._streams()
             self._workers.submit(partial(self._load_beside, work), load.request_id)
+            if load.seconds is not None:
+                work.limit = threading.Timer(load.seconds, self._give_up, (work,))
+                work.limit.daemon = True
+                work.limit.start()
         if guard.failed:
             self._is_over(work, good=False)
+
+    def _give_up(self, work: _Work) -> None:
+        """Ends a load that takes longer than computing its tokens would. Runs in a thread."""
+        assert work.progress is not None  # it has started
+        work.progress.cancel()  # from now on it writes to no block
+        self._is_over(work, good=False)
 
     def load(self, load: Load) -> bool:
         """Loads tokens that this step's forward pass reads; returns True if it loaded all."""
@@ -169,6 +180,8 @@ class Loader:
             del self._waiting[request_id]
             self._over.append((work, good))
             self._load_is_over.notify_all()
+        if work.limit is not None:
+            work.limit.cancel()
 
     def _load(self, work: _Work) -> bool:
         load, progress = work.load, work.progress

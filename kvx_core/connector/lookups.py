@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvx_core.connector.boundary import Boundary
 from kvx_core.connector.plan import RequestId
@@ -34,6 +35,7 @@ class _Lookup:
     is_over: bool = False
     has_failed: bool = False
     is_forgotten: bool = False
+    is_far: bool = False  # what was found has to come over a network
 
 
 class Lookups:
@@ -140,7 +142,10 @@ class Lookups:
     def _answer(self, request_id: RequestId, lookup: _Lookup) -> Match | None:
         if lookup.is_over:
             del self._pending[request_id]
-            return NOTHING if lookup.has_failed else lookup.walk.match
+            if lookup.has_failed:
+                return NOTHING
+            found = lookup.walk.match
+            return replace(found, is_far=True) if lookup.is_far else found
         if time.monotonic() - lookup.begun > self.seconds:
             del self._pending[request_id]
             self._workers.cancel(request_id)  # drops it if it has not begun: others wait
@@ -150,6 +155,10 @@ class Lookups:
     def prepare(self, request_id: RequestId, chain: TokenChain, num_tokens: int) -> None:
         """Has a thread compute the keys of a chain's first tokens; the chain then keeps them."""
         self._workers.submit(lambda: self._compute_keys(chain, num_tokens), request_id)
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Has a thread run a job, which should not raise."""
+        self._workers.submit(job)
 
     def forget(self, request_id: RequestId) -> None:
         """Drops the lookup of a request that needs no answer any more."""
@@ -212,6 +221,7 @@ class Lookups:
             finder = lookup.store.finder
             while not walk.is_over and not lookup.is_forgotten:
                 walk.resume(finder, is_enough)
+            lookup.is_far = walk.is_over and finder.is_far(walk.match)
         for error in lookup.store.index.take_failures():
             self._boundary.caught(
                 error, "did not read what a prompt may begin with", "", "lookup_failures"

@@ -65,6 +65,7 @@ class Load:
     stop: int
     block_ids: BlockIds
     wait: bool  # True: the forward pass of this step reads the tokens
+    seconds: float | None = None  # after which the load is given up; None: never
 
 
 @dataclass(slots=True)

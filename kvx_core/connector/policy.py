@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvx_core.connector.boundary import Boundary
+from kvx_core.connector.choices import Choices
 from kvx_core.connector.lookups import NOTHING, Lookups
 from kvx_core.connector.plan import BlockIds, Load, Plan, RequestId, Save, Scope, ScopedStores
 from kvx_core.connector.requests import Found, Request, Tracked, copied
@@ -52,6 +53,7 @@ class Policy(RequestScopes):
     spread: SaveBudget | None = None  # None: a step saves all tokens that it completes
     others_fill: bool = False  # another connector may load into blocks
     states: StatePositions | None = None  # None: where saves end, if sections say they are of there
+    choices: Choices | None = None  # None: all that is found is loaded
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _lookups: dict[RequestId, Found] = field(default_factory=dict)
     _chains: dict[RequestId, tuple[Scope, Sequence[int], TokenChain]] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Policy(RequestScopes):
         found.start = num_computed_tokens
         # The last token is computed by the engine: its logits choose the next one.
         count = min(found.match.num_tokens, num_tokens - 1) - num_computed_tokens
-        return count if count >= self.min_tokens else 0
+        return count if count >= self.min_tokens and self._pays(found, count) else 0
 
     def allocated(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         """Tracks `request`, which has blocks now, and plans to load `num_external_tokens` tokens.
@@ -156,6 +158,8 @@ class Policy(RequestScopes):
         self._chains.pop(request_id, None)
         self._given_up.discard(request_id)
         self._unproven.discard(request_id)
+        if self.choices is not None:
+            self.choices.ended(request_id, good=False)
         if self.spread is not None:
             self.spread.forget(request_id)
         self._doubt(self._loading.pop(request_id, None))  # its load may have failed
@@ -285,6 +289,8 @@ class Policy(RequestScopes):
                 self._doubt(self._loading.get(request_id))
         for request_id in (*failed, *finished):
             self._loading.pop(request_id, None)
+            if self.choices is not None:
+                self.choices.ended(request_id, good=request_id not in failed and not blocks)
 
     def give_up_loads(self) -> None:
         """Treats all loads as failed. Called if `reported` raised: any load may have failed."""
@@ -352,8 +358,12 @@ class Policy(RequestScopes):
         block_ids: BlockIds,
     ) -> None:
         self._loading[request_id] = match
+        seconds = None
+        if self.choices is not None and self.asynchronous and match.num_tokens:
+            seconds = self.choices.begins(request_id, match, stop - start)
+        waits = not self.asynchronous
         self._next.loads.append(
-            Load(request_id, scope, match, start, stop, block_ids, wait=not self.asynchronous)
+            Load(request_id, scope, match, start, stop, block_ids, waits, seconds)
         )
 
     def _save(self, tracked: Tracked, num_computed_tokens: int, stop: int) -> None:
@@ -447,6 +457,16 @@ class Policy(RequestScopes):
             asked = num_tokens - store.has_states  # a state after the last token is useless
             return self.lookups.ask(request.request_id, store, chain, asked, self.min_tokens)
         return NOTHING
+
+    def _pays(self, found: Found, num_tokens: int) -> bool:
+        """True if loading so many tokens of what was found is sooner than computing them."""
+        choices, match = self.choices, found.match
+        if choices is None or choices.pays(match, num_tokens):
+            return True
+        if choices.is_due(match):
+            finder = self.stores[found.scope].finder
+            self.lookups.run(lambda: choices.probe(finder, match))
+        return False
 
     def _finds_equals(self, scope: Scope) -> bool:
         """True if found entries are at least as precise as those that a save would write."""

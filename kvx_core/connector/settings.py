@@ -155,7 +155,12 @@ class StoreSettings(BaseModel):
     @property
     def lookup_threads(self) -> int:
         """Threads for lookups: behind a network each waits for several round trips."""
-        return 16 if self._tiers.urls else 2
+        return 16 if self.is_far else 2
+
+    @property
+    def is_far(self) -> bool:
+        """True if a tier is behind a network."""
+        return bool(self._tiers.urls)
 
     @property
     def _tiers(self) -> Tiers:

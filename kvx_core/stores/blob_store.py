@@ -175,6 +175,10 @@ class BlobStore(ABC):
             file.close()
         return file is not None
 
+    def is_near(self, name: str) -> bool:
+        """True if the file, if it exists, need not come over a network. Raises nothing."""
+        return not self.is_far
+
     def are_there(self, names: Sequence[str]) -> list[bool]:
         """Returns for each name what `is_there` returns. Raises StoreError."""
         return [self.is_there(name) for name in names]

@@ -5,6 +5,7 @@ It asks for files by their exact names, and lists no folder of entries.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from kvx_core.stores.covers import Cover
 from kvx_core.stores.entries import CachedEntries, Entries
 from kvx_core.stores.index import NotCached
 from kvx_core.stores.kinds import Kinds
-from kvx_core.stores.names import RUNGS, Ids, entry_name, key_of
+from kvx_core.stores.match import Match
+from kvx_core.stores.names import RUNGS, Ids, entry_name, key_of, parse_entry
 from kvx_core.stores.token_chain import TokenChain
 from kvx_core.stores.windows import ALL
 
@@ -75,6 +77,32 @@ class Finder:
             return
         nodes = [chain.node(i) for i in range(num_chunks, max(0, num_chunks - _MOST_AHEAD), -1)]
         self.entries.expect(self.kinds.record.name, nodes, best, chain.chunk_tokens)
+
+    def is_far(self, match: Match) -> bool:
+        """True if files of a match have to come over a network."""
+        if isinstance(self.entries, CachedEntries) or not self.entries.are_far:
+            return False
+        return not all(map(self.entries.blobs.is_near, match.names))
+
+    def probe(self, match: Match) -> tuple[int, float] | None:
+        """Reads one file of a match: one that has to come over a network, if there is any.
+
+        Returns its tokens, and the seconds that it took; None: it is not there any more.
+        Raises StoreError.
+        """
+        if isinstance(self.entries, CachedEntries) or not match.spans:
+            return None
+        blobs = self.entries.blobs
+        far = (span for span in match.spans if not blobs.is_near(span.names[0]))
+        span = next(far, match.spans[0])
+        name = parse_entry(span.names[0])
+        kind = None if name is None else self.kinds.get(name.kind)
+        if kind is None:
+            return None
+        most, begin = kind.layout(span.num_entry_tokens).most_bytes, time.monotonic()
+        if blobs.read(span.names[0], most) is None:
+            return None
+        return span.stop - span.start, time.monotonic() - begin
 
     def longest(
         self,

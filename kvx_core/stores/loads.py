@@ -36,6 +36,7 @@ from kvx_core.snapshot.memory import Bytes
 from kvx_core.snapshot.threaded import Job
 from kvx_core.stores.entries import Entries, LoadedPrecision
 from kvx_core.stores.kinds import Kinds
+from kvx_core.stores.match import Progress as Progress
 from kvx_core.stores.match import StoredSpan
 from kvx_core.stores.names import parse_entry
 from kvx_core.stores.rooms import Rooms
@@ -48,14 +49,6 @@ _MAX_FITTING = 32  # kinds of files that are known to fit a view
 
 # For each view and by layers and encoding of a section: the parts that fit it, by their id.
 Fitting = ByView[tuple[object, ...], dict[int, tuple[Part, ...]]]
-
-
-@dataclass(slots=True)
-class Progress:
-    """The progress of a load, for a thread that watches or cancels it."""
-
-    stop: int = 0  # all tokens before this position are loaded, or lie before the load's start
-    is_cancelled: bool = False  # set to True, it ends the load with a StoreError after a chunk
 
 
 class _Source(NamedTuple):
@@ -424,14 +417,16 @@ class _Load:
             return
         self._restore()
         restored, served = 0, dict[int, Section]()
-        for run, number, takers in read:
-            for section in takers:
-                served[id(section)] = section
-                restored += run[number].restore(section, lo, hi, stream=self.stream)
+        with self.progress.lock:
+            self._raise_if_cancelled()
+            for run, number, takers in read:
+                for section in takers:
+                    served[id(section)] = section
+                    restored += run[number].restore(section, lo, hi, stream=self.stream)
+            self.progress.stop = hi
         # Files of several ranks may hold the same heads.
         needed = sum(section.num_bytes(hi - lo) for section in served.values())
         self.num_bytes += min(restored, needed)
-        self.progress.stop = hi
 
     def _restore(self) -> None:
         """Copies the snapshots in `_waiting`."""
@@ -439,13 +434,15 @@ class _Load:
         if not waiting.of:
             return
         are_joined = len(waiting) > 1 or can_join(waiting)
-        for section in self._takers:
-            self.num_bytes += restore_all(
-                *(waiting, section, self._first, self._last),
-                stream=self.stream,
-                is_checked=are_joined,
-            )
-        self.progress.stop = self._last
+        with self.progress.lock:
+            self._raise_if_cancelled()
+            for section in self._takers:
+                self.num_bytes += restore_all(
+                    *(waiting, section, self._first, self._last),
+                    stream=self.stream,
+                    is_checked=are_joined,
+                )
+            self.progress.stop = self._last
 
     def _check(self, batch: _Batch, left: deque[StoredSpan], room: Room) -> None:
         """Reads the files that will not be loaded, so that corrupt ones are deleted."""

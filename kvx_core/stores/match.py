@@ -1,11 +1,9 @@
-"""Match: the part of a prompt that a prefix store has.
-
-It is plain data, which may be sent to another process.
-"""
+"""Match: the part of a prompt that a prefix store has. Progress: of the load of one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +23,7 @@ class Match:
     num_tokens: int
     spans: tuple[StoredSpan, ...]  # one after the other, from token 0
     states: tuple[str, ...] = ()  # files that together hold the states of these tokens
+    is_far: bool = False  # files have to come over a network
 
     def span_of_states(self, chunk_tokens: int) -> StoredSpan:
         """Returns the span of the last chunk, with the files of states as its names."""
@@ -35,3 +34,17 @@ class Match:
     def names(self) -> list[str]:
         """The names of all files."""
         return [*(name for span in self.spans for name in span.names), *self.states]
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of a load, for a thread that watches or cancels it."""
+
+    stop: int = 0  # all tokens before this position are loaded, or lie before the load's start
+    is_cancelled: bool = False  # set to True, it ends the load with a StoreError after a chunk
+    lock: Lock = field(default_factory=Lock)  # held while the load writes to caches
+
+    def cancel(self) -> None:
+        """Ends the load. When this returns, the load writes nothing more to caches."""
+        with self.lock:
+            self.is_cancelled = True

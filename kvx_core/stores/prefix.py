@@ -481,7 +481,7 @@ class PrefixStore:
         loads = Loads(self._entries, self._kinds, step, *kept)
         if states and stop:  # first: tokens are no use without them
             span = match.span_of_states(step)
-            num_bytes = loads.load([span], span.start, stop, states, stream)
+            num_bytes = loads.load([span], span.start, stop, states, stream, progress)
         return num_bytes + loads.load(match.spans, start, stop, tokens, stream, progress)
 
     def _span(

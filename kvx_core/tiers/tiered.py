@@ -140,6 +140,12 @@ class Tiered(BlobStore):
         """Does what BlobStore.is_there says."""
         return self._first_of(lambda level: level.is_there(name) or None) is not None
 
+    def is_near(self, name: str) -> bool:
+        """Does what BlobStore.is_near says."""
+        with suppress(StoreError):
+            return any(level.is_there(name) for level in self.levels[: self._num_near])
+        return False
+
     def are_there(self, names: Sequence[str]) -> list[bool]:
         """Does what BlobStore.are_there says: each level is asked for what those before lack."""
         found = dict.fromkeys(names, False)
@@ -167,9 +173,9 @@ class Tiered(BlobStore):
             for name in names:
                 with suppress(StoreError):
                     if not self.levels[0].is_there(name):
-                        self._copies.up(name, num_bytes, waits=not self._is_near(name))
+                        self._copies.up(name, num_bytes, waits=not self.is_near(name))
         elif self.is_far:
-            far = [name for name in names if not self._is_near(name)]
+            far = [name for name in names if not self.is_near(name)]
             for level in self.levels[self._num_near :]:
                 level.expect(far, num_bytes)
 
@@ -180,11 +186,6 @@ class Tiered(BlobStore):
     def settle(self, seconds: float) -> bool:
         """Does what BlobStore.settle says."""
         return self._copies.settle(seconds)
-
-    def _is_near(self, name: str) -> bool:
-        with suppress(StoreError):
-            return any(level.is_there(name) for level in self.levels[: self._num_near])
-        return False
 
     def _first_of(self, ask: Callable[[BlobStore], Result | None]) -> Result | None:
         """Returns the answer of the first level that has one. Raises StoreError as `_of_all`."""

@@ -47,9 +47,9 @@ class Loading:
     def _sections(self, block_ids: BlockIds, num_tokens: int) -> list[Section]:
         return self.engines[block_ids[0][0]].sections()
 
-    def start(self, engine: int) -> Load:
-        """A load of request "r" into the cache of an engine."""
-        load = Load("r", Scope(), self.match, 0, len(TOKENS), ([engine],), wait=False)
+    def start(self, engine: int, seconds: float | None = None) -> Load:
+        """A load of request "r" into the cache of an engine, which is given up after `seconds`."""
+        load = Load("r", Scope(), self.match, 0, len(TOKENS), ([engine],), False, seconds)
         self.loader.start(load)
         return load
 
@@ -218,3 +218,40 @@ def test_a_load_that_is_planned_to_fail_touches_no_block(
     loading.loader.start(load)
     assert loading.end() == Results(loaded={"r"}, failed=[(load, 0)])
     assert "tokens 0 to 40 are to be loaded, expected at most 0" in loading.log[0]
+
+
+def test_a_load_that_takes_too_long_is_given_up(loading: Loading) -> None:
+    """It is reported at once, and writes nothing any more, also when the store answers later."""
+    loading.blobs.answers.clear()
+    load = loading.start(1, seconds=0.1)
+    begun = time.monotonic()
+    while not (results := loading.loader.take_results()).failed:
+        assert time.monotonic() - begun < 10
+        time.sleep(0.01)
+    assert time.monotonic() - begun >= 0.1
+    assert results.failed == [(load, 0)]
+    assert results.loaded == {"r"}
+    before = [tensor.clone() for tensor in loading.engines[1].cache.storages]
+    late = loading.end()
+    assert not late.failed
+    assert not late.loaded
+    for tensor, held in zip(loading.engines[1].cache.storages, before, strict=True):
+        assert tensor.equal(held)
+    assert not loading.log
+    loading.start(1, seconds=60)
+    assert loading.end().loaded == {"r"}
+    loading.engines[1].check(TOKENS, 0, len(TOKENS))
+
+
+def test_a_load_that_waits_for_its_turn_is_given_up_too(loading: Loading) -> None:
+    loading.blobs.answers.clear()
+    loading.start(0)
+    load = Load("s", Scope(), loading.match, 0, len(TOKENS), ([1],), False, 0.05)
+    loading.loader.start(load)
+    begun = time.monotonic()
+    while not (results := loading.loader.take_results()).failed:
+        assert time.monotonic() - begun < 10
+        time.sleep(0.01)
+    assert results.failed == [(load, 0)]
+    assert loading.end().loaded == {"r"}
+    loading.engines[0].check(TOKENS, 0, len(TOKENS))

@@ -6,6 +6,7 @@ Files of a few KiB are handed to threads as large ones are; batches have one to 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import threading
@@ -275,3 +276,33 @@ def test_a_write_that_fails(error: Exception, memory_folder: Path) -> None:
             blobs.put_all(files, 1 << 40)
     names = sorted(path.name for path in memory_folder.rglob("*") if path.is_file())
     assert names == ([str(i) for i in range(9) if i != 5] if isinstance(error, StoreError) else [])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_written_once_cancel_has_returned(seed: int, tmp_path: Path) -> None:
+    """Whenever it is called: the blocks may be another request's then."""
+    store, match = stored(tmp_path)
+    chance = random.Random(seed)
+    stops = set[int]()
+    for _ in range(30):
+        engine, progress = engine_of(), Progress()
+        failed: list[StoreError] = []
+
+        def load(engine: Engine = engine, progress: Progress = progress) -> None:
+            try:
+                store.load(match, 0, LENGTH, engine.sections(), progress=progress)
+            except StoreError as error:
+                failed.append(error)  # noqa: B023
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        time.sleep(chance.uniform(0, 0.008))
+        progress.cancel()
+        held, stop = [one.clone() for one in engine.cache.storages], progress.stop
+        thread.join()
+        for storage, before in zip(engine.cache.storages, held, strict=True):
+            assert storage.equal(before)
+        assert progress.stop == stop
+        engine.check(PROMPT, 0, stop)
+        stops.add(stop)
+    assert len(stops) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,12 @@ class Site:
         self._processes: dict[str, EngineProcess] = {}
         self._environment = environment
 
-    def engine(self, machine: str, model: Path, **options: Any) -> Any:
-        """An engine on a machine, with its own directory."""
+    def engine(
+        self, machine: str, model: Path, *, load_or_compute: bool = False, **options: Any
+    ) -> Any:
+        """An engine on a machine, with its own directory. The model is so small that to compute a
+        prompt is quicker than to ask for it.
+        """
         if machine not in self._processes:
             log = self.folder / f"{machine}.log"
             self._processes[machine] = EngineProcess(log, **self._environment)
@@ -49,6 +54,7 @@ class Site:
                 "tier_seconds": SECONDS,
                 "chunk_tokens": 64,
                 "save_generated": False,
+                "load_or_compute": load_or_compute,
             },
         }
         return self._processes[machine].engine(model, kv_transfer_config=config, **options)
@@ -106,6 +112,7 @@ def test_machines_share_an_object_store(llama: Path, site: Site, stock: Stock) -
         engine.call("longest_step")
         assert answers(engine, PROMPTS + OTHERS, expected + others) == [0] * 9
         assert engine.call("longest_step") < SECONDS
+        time.sleep(0.3)  # for so long a lookup may believe that nothing is stored
         assert answers(engine, OTHERS, others) == [
             len(each) - 1 for each in OTHERS
         ]  # from its own disk or cache
@@ -127,6 +134,28 @@ def test_a_server_that_freezes_delays_no_step(llama: Path, site: Site, stock: St
         assert engine.call("longest_step") < SECONDS / 2
         assert answers(engine, PROMPTS, expected) == [len(each) - 1 for each in PROMPTS]
     site.proxy.freezes = False
+
+
+def test_what_is_sooner_computed_is_not_loaded(llama: Path, site: Site, stock: Stock) -> None:
+    """Once that is known: each answer is right, and no request waits for long."""
+    stored = [prompt(180, seed=700 + i) for i in range(10)]
+    expected, others = stock(llama, stored, NUM_NEW), stock(llama, OTHERS, NUM_NEW)
+    with site.engine("a", llama) as engine:
+        answers(engine, stored, expected)
+    site.proxy.delay = 0.05
+    with site.engine("b", llama, load_or_compute=True, enable_prefix_caching=False) as engine:
+        for each, right in zip(OTHERS, others, strict=True):  # one by one: what a token costs
+            answers(engine, [each], [right])
+        reused, seconds = [], []
+        for each, right in zip(stored, expected, strict=True):
+            begun = time.monotonic()
+            reused += answers(engine, [each], [right])
+            seconds.append(time.monotonic() - begun)
+    assert reused[-5:] == [0] * 5
+    assert max(seconds) < 3 * SECONDS
+    site.proxy.delay = 0.0
+    with site.engine("b", llama, load_or_compute=False) as engine:
+        assert answers(engine, stored, expected) == [179] * 10
 
 
 def test_memory_before_a_directory(llama: Path, site: Site, stock: Stock) -> None:
