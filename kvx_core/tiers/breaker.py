@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from kvx_core.errors import StoreError
 
 _FIRST_SECONDS = 1.0  # before the first probe
 _MOST_SECONDS = 30.0  # between two probes
-
 
 _logger = logging.getLogger("kvx")
 
@@ -40,7 +40,7 @@ class Breaker:
         """
         self._where, self._probe = where, probe
         self._first_seconds, self._most_seconds = first_seconds, most_seconds
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._failure: str | None = None
 
     @property
@@ -52,6 +52,9 @@ class Breaker:
         """Raises LeftOut while the breaker is open."""
         failure = self._failure
         if failure is not None:
+            if self._process != os.getpid():  # a fork: its parent's thread does not probe for it
+                self._process, self._lock = os.getpid(), threading.Lock()
+                self._start()
             raise LeftOut(
                 f"{self._where} is left out until it answers again: {failure}"
             ) from TimeoutError(failure)
@@ -63,7 +66,11 @@ class Breaker:
             self._failure = _reason(error)
         if is_first:
             _logger.warning("KVX leaves out %s until it answers: %s", self._where, self._failure)
-            threading.Thread(target=self._probe_on, name="kvx-probe", daemon=True).start()
+            self._process = os.getpid()
+            self._start()
+
+    def _start(self) -> None:
+        threading.Thread(target=self._probe_on, name="kvx-probe", daemon=True).start()
 
     def _probe_on(self) -> None:
         seconds = self._first_seconds

@@ -24,6 +24,8 @@ _MOST_NAMES = 1 << 16  # that `names` returns
 _NO_SUCH_RANGE = ("416 Range Not Satisfiable", "StartTooLarge")
 _RETRIES = 3  # of one call, while its deadline lasts
 
+_processes = set[int]()  # that have called obstore: its threads are in one of them
+
 
 class ObjectStore(RemoteStore):
     """Files are objects below a prefix of a bucket.
@@ -40,7 +42,7 @@ class ObjectStore(RemoteStore):
         Raises InvalidArgumentError if obstore is not installed, or `url` names no store.
         """
         obstore = _obstore()
-        self._calls = obstore
+        self._module = obstore
         if client is None:
             seconds = timedelta(seconds=deadline)
             plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
@@ -71,6 +73,20 @@ class ObjectStore(RemoteStore):
             ValueError,
         )
         super().__init__(url.rstrip("/"), deadline)
+
+    @property
+    def _calls(self) -> ModuleType:
+        """obstore. Raises OSError in a process that was forked off one that has called it: there
+        its calls would never end.
+        """
+        if not _processes:
+            _processes.add(os.getpid())
+        if os.getpid() not in _processes:
+            raise OSError(
+                "this process was forked off one that has used an object store. Start it by "
+                "spawn or forkserver (VLLM_WORKER_MULTIPROC_METHOD=spawn), or fork it before"
+            )
+        return self._module
 
     def _call_put(self, name: str, parts: Sequence[memoryview]) -> bool:
         data = b"".join(parts)

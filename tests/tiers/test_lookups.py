@@ -17,7 +17,7 @@ from tests.tiers.far import Far
 CHUNK = 16
 LENGTH = 100 * CHUNK + 6
 PROMPT = range(LENGTH)
-DELAY = 0.05
+DELAY = 0.2
 
 
 def save(store: PrefixStore, prompt: range) -> None:
@@ -47,7 +47,7 @@ def test_a_lookup_takes_a_few_round_trips_at_any_length() -> None:
         store.lookup(range(5, 9))  # reads the records
         begun = time.monotonic()
         assert store.lookup(PROMPT[:length]).num_tokens == length
-        assert time.monotonic() - begun < 6 * DELAY  # two for the chunks, and for the end
+        assert time.monotonic() - begun < 12 * DELAY  # two for the chunks, and for the end
         assert store.lookup(range(7000, 7000 + length)).num_tokens == 0
 
 
@@ -119,7 +119,7 @@ def test_a_dead_server_costs_what_it_alone_has(kind: str, tmp_path: Path) -> Non
     store = store_in(tiers)
     save(store, PROMPT[: 10 * CHUNK])
     assert tiers.settle(30)
-    far.is_dead, far.delay = True, 0.2
+    far.is_dead, far.delay = True, 0.5
     begun = time.monotonic()
     near = kind != "far"
     load(store_in(tiers, chunk_tokens=CHUNK) if near else store, PROMPT, 10 * CHUNK * near)
@@ -184,3 +184,21 @@ def test_a_file_that_is_wrong_in_the_far_store(kind: str, way: str, tmp_path: Pa
     assert name not in far.files
     save(store, prompt)
     load(store, prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_are_the_same_on_every_level(kind: str, tmp_path: Path) -> None:
+    """Nobody without them reads or forges what a server has."""
+    files: dict[str, bytes] = {}
+    keys = {"key": bytes(range(32)), "encryption_key": bytes(range(1, 33))}
+    prompt = PROMPT[: 5 * CHUNK + 3]
+    writer = Tiered(levels(kind, tmp_path / "writer", Far(files)))
+    save(store_in(writer, **keys), prompt)
+    assert writer.settle(30)
+    load(store_in(Tiered(levels(kind, tmp_path / "reader", Far(files))), **keys), prompt)
+    ids = prompt[0].to_bytes(8, "little") + prompt[1].to_bytes(8, "little")
+    assert not any(ids in raw for name, raw in files.items() if "/" in name)
+    with pytest.raises(StoreError, match="the store is encrypted"):
+        store_in(Far(files))
+    with pytest.raises(StoreError, match="is not authenticated by the signing key"):
+        store_in(Far(files), **{**keys, "key": bytes(32)})

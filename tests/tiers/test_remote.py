@@ -80,7 +80,7 @@ def test_threads_that_expect_the_same() -> None:
 
 
 def test_a_dead_store_costs_one_deadline() -> None:
-    store = far(delay=0.1)
+    store = far(delay=0.5)
     store.is_dead = True
     begun = time.monotonic()
     with pytest.raises(StoreError, match="far://bucket/a/1 cannot be read: the server is dead"):
@@ -91,7 +91,7 @@ def test_a_dead_store_costs_one_deadline() -> None:
         with pytest.raises(StoreError, match="is left out"):
             store.put("a/1", Content.of(b""))
     assert store.names("a") == []
-    assert time.monotonic() - begun < 0.2
+    assert time.monotonic() - begun < 1.0
     assert store.calls["get"] == 1
     store.is_dead = False
     until = time.monotonic() + 5

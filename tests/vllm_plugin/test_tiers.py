@@ -24,7 +24,8 @@ PROMPTS = [prompt(200, seed=500), prompt(257, seed=501), prompt(40, seed=502)]
 OTHERS = [prompt(150, seed=600 + i) for i in range(6)]
 NUM_NEW = 12
 URL = f"s3://{BUCKET}/vllm"
-SECONDS = 1.0  # for a call to the object store
+SECONDS = 3.0  # for a call to the object store
+MOST_STEP = 2.0  # seconds, on a busy machine
 
 
 class Site:
@@ -111,7 +112,7 @@ def test_machines_share_an_object_store(llama: Path, site: Site, stock: Stock) -
     with site.engine("c", llama) as engine:  # whose disk is empty
         engine.call("longest_step")
         assert answers(engine, PROMPTS + OTHERS, expected + others) == [0] * 9
-        assert engine.call("longest_step") < SECONDS
+        assert engine.call("longest_step") < MOST_STEP
         time.sleep(0.3)  # for so long a lookup may believe that nothing is stored
         assert answers(engine, OTHERS, others) == [
             len(each) - 1 for each in OTHERS
@@ -131,7 +132,7 @@ def test_a_server_that_freezes_delays_no_step(llama: Path, site: Site, stock: St
         engine.call("longest_step")
         for each, right in zip(OTHERS, others, strict=True):
             assert answers(engine, [each], [right]) == [0]
-        assert engine.call("longest_step") < SECONDS / 2
+        assert engine.call("longest_step") < MOST_STEP
         assert answers(engine, PROMPTS, expected) == [len(each) - 1 for each in PROMPTS]
     site.proxy.freezes = False
 
