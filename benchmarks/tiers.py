@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.peers import OPTIONS, environment, flip, model_of, prompt_of
 from benchmarks.vllm_engines import Engine, engine, tokens
 from kvx_core.stores.blob_store import Content
-from kvx_core.tiers import MemoryStore, RemoteStore, Tiers
-from kvx_core.tiers.levels import far_store
+from kvx_core.stores.tiers import MemoryStore, RemoteStore, Tiers
+from kvx_core.stores.tiers.levels import far_store
 from tests.tiers.servers import BUCKET, FaultyProxy, redis_server, s3_server
 
 _PROMPTS = (512, 2048, 4096)

@@ -26,7 +26,6 @@ DECIDES = (
     *("csrc/**/*", "CMakeLists.txt", "tests/c/**/*", "tests/hostgrid/**/*", "tests/sass/**/*"),
     *("benchmarks/gpu/**/*", "tests/bare.py", "tests/blocks/test_kvbm_build.py"),
     "tests/gpu/test_gpu_harness.py",
-    "examples/torch_extension/*",
     *(
         f"tests/{name}.py"
         for name in ("calls", "caches", "migrations", "native", "plans", "reference", "token_calls")
@@ -35,9 +34,8 @@ DECIDES = (
     *(
         f"tests/test_{name}.py"
         for name in (
-            *("c_package", "codecs", "conformance", "cpu_isa", "cuda_build", "fp8_loads"),
-            *("fuzz", "ggml", "hostgrid_mutants", "hostgrid_orders", "hostgrid_sanitizers"),
-            "migrate",
+            *("codecs", "conformance", "cpu_isa", "cuda_build", "fp8_loads", "fuzz", "ggml"),
+            *("hostgrid_mutants", "hostgrid_orders", "hostgrid_sanitizers", "migrate"),
             *("planes_apart", "plans_public", "pointers", "sanitizers", "sass_budget"),
             *("scaled_rows", "validation", "wheel", "write_gather"),
         )

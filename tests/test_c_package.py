@@ -124,7 +124,6 @@ def test_the_commands_of_the_document(of_a_user: dict[str, str], tmp_path: Path)
 
 
 @pytest.mark.slow  # torch's headers compile for half a minute
-@pytest.mark.of_csrc
 def test_the_torch_extension(of_a_user: dict[str, str]) -> None:
     (command,) = re.findall(r"    (python examples/torch_extension/.*)", DOCUMENT.text)
     assert run(["sh", "-ec", command], env=of_a_user).endswith(BY_THE_EXTENSION)

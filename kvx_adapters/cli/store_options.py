@@ -21,8 +21,8 @@ from kvx_core.snapshot.secrets import Secrets
 from kvx_core.stores import Directory, StoreError, read_key
 from kvx_core.stores.blob_store import ListedStore
 from kvx_core.stores.inventory import Inventory
-from kvx_core.tiers import Tiers
-from kvx_core.tiers.levels import far_store
+from kvx_core.stores.tiers import Tiers
+from kvx_core.stores.tiers.levels import far_store
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _SETTING, _OPTION = "Give the key: encryption_key_files", "Give the key: --encryption-key-file"

@@ -26,8 +26,8 @@ from kvx_core.stores.config import MIN_CHUNK_TOKENS, MOST_CHUNK_TOKENS, read_con
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.prefix import PrefixStore
 from kvx_core.stores.root import Group
-from kvx_core.tiers import Tiered, Tiers
-from kvx_core.tiers.levels import directory_of, join_levels
+from kvx_core.stores.tiers import Tiered, Tiers
+from kvx_core.stores.tiers.levels import directory_of, join_levels
 
 
 class StoreSettings(BaseModel):

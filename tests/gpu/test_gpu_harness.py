@@ -34,7 +34,6 @@ WITH_PYDANTIC = (
     "kvx_core.desc.geometry",
     "kvx_core.snapshot",
     "kvx_core.stores",
-    "kvx_core.tiers",
     "kvx_core.connector",
 )
 

@@ -18,7 +18,7 @@ import pytest
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores import BlobStore, beneath
 from kvx_core.stores.blob_store import Write
-from kvx_core.tiers import MemoryStore, ObjectStore, Tiered, ValkeyStore
+from kvx_core.stores.tiers import MemoryStore, ObjectStore, Tiered, ValkeyStore
 from tests.descriptors import open_files
 from tests.stores_memory import InMemory, OnlyDefaults
 from tests.tiers.servers import BUCKET, S3Server, redis_server, s3_server

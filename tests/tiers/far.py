@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from threading import Lock
 
 from kvx_core.stores.eviction import File
-from kvx_core.tiers.breaker import Breaker
-from kvx_core.tiers.remote import First, RemoteStore
+from kvx_core.stores.tiers.breaker import Breaker
+from kvx_core.stores.tiers.remote import First, RemoteStore
 
 REAL_SECONDS = 0.01  # between probes, so that tests do not wait
 

@@ -15,8 +15,8 @@ from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.connector.settings import StoreSettings
 from kvx_core.stores.blob_store import Content
 from kvx_core.stores.config import read_config
-from kvx_core.tiers import MemoryStore, ObjectStore, Tiered, Tiers, objects
-from kvx_core.tiers.levels import join_levels
+from kvx_core.stores.tiers import MemoryStore, ObjectStore, Tiered, Tiers, objects
+from kvx_core.stores.tiers.levels import join_levels
 from tests.documents import blocks
 from tests.native import ROOT
 from tests.stores.engine import store_in

@@ -9,7 +9,7 @@ import pytest
 
 from kvx_core import Directory, PrefixStore, StoreError
 from kvx_core.stores import BlobStore
-from kvx_core.tiers import MemoryStore, Tiered
+from kvx_core.stores.tiers import MemoryStore, Tiered
 from tests.stores.engine import Engine, store_in
 from tests.stores.engine import save as save_computed
 from tests.tiers.far import Far

@@ -14,7 +14,7 @@ import pytest
 
 from kvx_core import Directory, StoreError
 from kvx_core.stores.blob_store import Content
-from kvx_core.tiers import MemoryStore, Tiered
+from kvx_core.stores.tiers import MemoryStore, Tiered
 from tests.tiers.far import Far
 
 DATA = bytes(range(200))

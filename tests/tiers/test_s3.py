@@ -14,7 +14,7 @@ import pytest
 
 from kvx_core import Directory, StoreError
 from kvx_core.stores.blob_store import Content
-from kvx_core.tiers import ObjectStore, Tiered
+from kvx_core.stores.tiers import ObjectStore, Tiered
 from tests.stores.engine import Engine, store_in
 from tests.tiers.servers import BUCKET, FaultyProxy, S3Server
 from tests.tiers.test_lookups import CHUNK, LENGTH, PROMPT, load, save

@@ -12,7 +12,7 @@ import pytest
 from kvx_core.snapshot import Precision
 from kvx_core.stores import Directory, PrefixStore
 from kvx_core.stores.blob_store import Content
-from kvx_core.tiers import ObjectStore
+from kvx_core.stores.tiers import ObjectStore
 from kvx_core.types import DType
 from tests.cli.stores import all_files, kvx, prefix_store, prompt_of, save
 from tests.tiers.servers import BUCKET, S3Server

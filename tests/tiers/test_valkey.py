@@ -11,7 +11,7 @@ import pytest
 
 from kvx_core import Directory, InvalidArgumentError, StoreError
 from kvx_core.stores.blob_store import Content
-from kvx_core.tiers import Tiered, ValkeyStore
+from kvx_core.stores.tiers import Tiered, ValkeyStore
 from tests.cli.stores import kvx
 from tests.stores.engine import store_in
 from tests.tiers.servers import FaultyProxy, redis_server
@@ -111,7 +111,7 @@ def test_a_server_that_fails(fault: str, place: Place, proxy: FaultyProxy, tmp_p
 
 
 def test_values_that_are_too_large(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvx_core.tiers import valkey
+    from kvx_core.stores.tiers import valkey
 
     monkeypatch.setattr(valkey, "_MOST_BYTES", 9)
     with pytest.raises(StoreError, match="it has 10 bytes, expected at most 9"):

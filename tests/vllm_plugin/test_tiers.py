@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvx_core import Directory
-from kvx_core.tiers import ObjectStore, Tiers
+from kvx_core.stores.tiers import ObjectStore, Tiers
 from tests.fakes.vllm import needs_cpu_op
 from tests.tiers.servers import BUCKET, FaultyProxy, s3_server
 from tests.vllm_plugin.conftest import Stock

@@ -15,7 +15,7 @@ from typing import Any
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.stores.blob_store import is_word
 from kvx_core.stores.eviction import File
-from kvx_core.tiers.remote import First, RemoteStore
+from kvx_core.stores.tiers.remote import First, RemoteStore
 
 SCHEMES = ("s3", "gs", "az")
 _MULTIPART_BYTES = 64 << 20  # a larger file is sent in parts

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from kvx_core._c.os_files import OpenFile
 from kvx_core.errors import CorruptError, InvalidArgumentError, StoreError
 from kvx_core.stores.blob_store import BlobStore, Content, Put, Write, check_name
-from kvx_core.tiers.copies import Copies
-from kvx_core.tiers.remote import written
+from kvx_core.stores.tiers.copies import Copies
+from kvx_core.stores.tiers.remote import written
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer

@@ -15,7 +15,7 @@ from kvx_core._c.os_files import OpenFile, ReadFile, write_all
 from kvx_core.errors import CorruptError, StoreError
 from kvx_core.stores.blob_store import Content, ListedStore, Put, Write, check_name
 from kvx_core.stores.eviction import File
-from kvx_core.tiers.breaker import Breaker, LeftOut
+from kvx_core.stores.tiers.breaker import Breaker, LeftOut
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer

@@ -15,12 +15,12 @@ from kvx_core.stores.blobs import Directory
 from kvx_core.stores.config import StoreConfig, read_config
 from kvx_core.stores.inventory import num_bytes_of
 from kvx_core.stores.root import Group
-from kvx_core.tiers import objects, valkey
-from kvx_core.tiers.memory import MemoryStore
-from kvx_core.tiers.objects import ObjectStore
-from kvx_core.tiers.remote import RemoteStore
-from kvx_core.tiers.tiered import Tiered
-from kvx_core.tiers.valkey import ValkeyStore
+from kvx_core.stores.tiers import objects, valkey
+from kvx_core.stores.tiers.memory import MemoryStore
+from kvx_core.stores.tiers.objects import ObjectStore
+from kvx_core.stores.tiers.remote import RemoteStore
+from kvx_core.stores.tiers.tiered import Tiered
+from kvx_core.stores.tiers.valkey import ValkeyStore
 
 _MEMORY = "memory:"
 _CONFIG = "kvx-store."  # how names of kvx-store.json and its MACs begin

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvx_core.errors import StoreError
 from kvx_core.stores.blob_store import BlobStore, Content
-from kvx_core.tiers.breaker import LeftOut
+from kvx_core.stores.tiers.breaker import LeftOut
 
 _THREADS = 16
 _MOST_COPIES = 1 << 16  # copies that wait; more are not made

@@ -16,7 +16,7 @@ from typing import Any
 from kvx_core.errors import InvalidArgumentError
 from kvx_core.stores.blob_store import is_word
 from kvx_core.stores.eviction import File
-from kvx_core.tiers.remote import THREADS, First, RemoteStore
+from kvx_core.stores.tiers.remote import THREADS, First, RemoteStore
 
 SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 _ENCRYPTED = ("valkeys", "rediss")
