@@ -43,8 +43,17 @@ class Progress:
     stop: int = 0  # all tokens before this position are loaded, or lie before the load's start
     is_cancelled: bool = False  # set to True, it ends the load with a StoreError after a chunk
     lock: Lock = field(default_factory=Lock)  # held while the load writes to caches
+    _others: list[Progress] = field(default_factory=list)  # see `beside`
 
     def cancel(self) -> None:
         """Ends the load. When this returns, the load writes nothing more to caches."""
         with self.lock:
-            self.is_cancelled = True
+            for each in (self, *self._others):
+                each.is_cancelled = True
+
+    def beside(self) -> Progress:
+        """Returns one that `cancel` cancels too: for what is loaded before the tokens."""
+        with self.lock:
+            other = Progress(is_cancelled=self.is_cancelled, lock=self.lock)
+            self._others.append(other)
+        return other

@@ -439,9 +439,7 @@ class PrefixStore:
 
     @property
     def used(self) -> Used:
-        """The counts in memory of the directory's files, those of other models included; Used() for
-        blobs that do not count. Stores made by `salted` have the same counts.
-        """
+        """The counts in memory of the directory's files; Used() for blobs that do not count."""
         return Used() if self._blobs.usage is None else self._blobs.usage.now
 
     @takes(snapshot=arguments.SNAPSHOT)
@@ -481,7 +479,8 @@ class PrefixStore:
         loads = Loads(self._entries, self._kinds, step, *kept)
         if states and stop:  # first: tokens are no use without them
             span = match.span_of_states(step)
-            num_bytes = loads.load([span], span.start, stop, states, stream, progress)
+            beside = None if progress is None else progress.beside()
+            num_bytes = loads.load([span], span.start, stop, states, stream, beside)
         return num_bytes + loads.load(match.spans, start, stop, tokens, stream, progress)
 
     def _span(

@@ -243,3 +243,12 @@ def test_rooms_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     )
     with found.room(CHUNK, pinned=False) as again:
         assert again is made[0]
+
+
+def test_what_is_loaded_before_the_tokens_is_cancelled_with_them() -> None:
+    progress = Progress(stop=7)
+    states = progress.beside()
+    assert (states.stop, states.is_cancelled) == (0, False)
+    progress.cancel()
+    assert states.is_cancelled
+    assert progress.beside().is_cancelled
