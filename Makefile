@@ -16,8 +16,8 @@ VENV   ?= .venv
 CXX    ?= g++
 export CXX
 ARGS   ?=
-# Tests wait for disks and processes a third of their time: two more at a time than cores.
-JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n + 2 : 5)))
+# Some tests wait: one process more than cores.
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n + 1 : 4)))
 
 # The CUDA compiler is the machine's or, without one, PyPI's. It builds for the GPU that is here; where
 # there is none, for those of CUDA_ARCHS=90-real, say, or not at all. `make wheel` builds for all.

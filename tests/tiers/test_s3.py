@@ -19,7 +19,8 @@ from tests.stores.engine import Engine, store_in
 from tests.tiers.servers import BUCKET, FaultyProxy, S3Server
 from tests.tiers.test_lookups import CHUNK, LENGTH, PROMPT, load, save
 
-DEADLINE = 1.0
+DEADLINE = 1.0  # of stores whose server fails
+Bucket = Callable[..., ObjectStore]
 _numbers = count()
 
 
@@ -31,17 +32,15 @@ def proxy(server: S3Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture
-def bucket(
-    server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], ObjectStore]:
+def bucket(server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An empty place in the bucket, behind the proxy."""
     for name, value in server.environment(proxy.port).items():
         monkeypatch.setenv(name, value)
     url = f"s3://{BUCKET}/{next(_numbers)}"
-    return lambda: ObjectStore(url, deadline=DEADLINE)
+    return lambda deadline=60.0: ObjectStore(url, deadline=deadline)
 
 
-def test_files(bucket: Callable[[], ObjectStore]) -> None:
+def test_files(bucket: Bucket) -> None:
     store, other = bucket(), bucket()
     assert store.put("a/b c", Content.of(b"one"))
     assert not other.put("a/b c", Content.of(b"two"))  # a condition that the server keeps
@@ -62,7 +61,7 @@ def test_files(bucket: Callable[[], ObjectStore]) -> None:
     assert other.read("a/b c", 9) is None
 
 
-def test_prefixes(bucket: Callable[[], ObjectStore], tmp_path: Path) -> None:
+def test_prefixes(bucket: Bucket, tmp_path: Path) -> None:
     save(store_in(bucket()), PROMPT)
     load(store_in(bucket()), PROMPT)
     tiers = Tiered([Directory(tmp_path), bucket()])
@@ -91,12 +90,12 @@ def nonsense(proxy: FaultyProxy) -> None:
 @pytest.mark.parametrize("fault", [drop, freeze, busy, nonsense])
 def test_a_server_that_fails(
     fault: Callable[[FaultyProxy], None],
-    bucket: Callable[[], ObjectStore],
+    bucket: Bucket,
     proxy: FaultyProxy,
     tmp_path: Path,
 ) -> None:
     """It costs a deadline, then nothing; what was stored meanwhile reaches it in the end."""
-    tiers = Tiered([Directory(tmp_path / "one"), bucket()])
+    tiers = Tiered([Directory(tmp_path / "one"), bucket(DEADLINE)])
     store = store_in(tiers)
     save(store, PROMPT[: 2 * CHUNK])
     assert tiers.settle(30)
@@ -114,7 +113,7 @@ def test_a_server_that_fails(
     proxy.freezes = proxy.drops = False
     proxy.answers = b""
     proxy.cut()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while True:
         save(store, range(7000, 7000 + 3 * CHUNK))
         if tiers.settle(1):
@@ -127,10 +126,8 @@ def test_a_server_that_fails(
     load(store_in(other), PROMPT)
 
 
-def test_a_slow_server_delays_no_other_answer(
-    bucket: Callable[[], ObjectStore], proxy: FaultyProxy
-) -> None:
-    store = bucket()
+def test_a_slow_server_delays_no_other_answer(bucket: Bucket, proxy: FaultyProxy) -> None:
+    store = bucket(DEADLINE)
     store.put("a/b", Content.of(b"x"))
     proxy.delay = 5 * DEADLINE
     begun = time.monotonic()
@@ -140,12 +137,10 @@ def test_a_slow_server_delays_no_other_answer(
     begun = time.monotonic()
     with pytest.raises(StoreError, match="is left out until it answers again"):
         store.read("a/b", 9)
-    assert time.monotonic() - begun < 0.1
+    assert time.monotonic() - begun < 0.5
 
 
-def test_bits_that_flip_on_the_way(
-    bucket: Callable[[], ObjectStore], proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_bits_that_flip_on_the_way(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
     """What arrives is what was stored, or nothing is taken."""
     prompt = PROMPT[: 8 * CHUNK]
     save(store_in(bucket()), prompt)
@@ -166,14 +161,14 @@ def test_bits_that_flip_on_the_way(
         load(left, prompt)
 
 
-def test_credentials_that_are_wrong(bucket: Callable[[], ObjectStore], proxy: FaultyProxy) -> None:
+def test_credentials_that_are_wrong(bucket: Bucket, proxy: FaultyProxy) -> None:
     store = bucket()
     proxy.answers = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
     with pytest.raises(StoreError, match="cannot be written"):
         store.put("a/b", Content.of(b"x"))
 
 
-def test_a_process_that_was_forked_too_late(bucket: Callable[[], ObjectStore]) -> None:
+def test_a_process_that_was_forked_too_late(bucket: Bucket) -> None:
     """obstore hangs there: KVX says so, and leaves the store out."""
     store = bucket()
     assert store.put("a/b", Content.of(b"x"))
